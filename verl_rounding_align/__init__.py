@@ -1,0 +1,43 @@
+"""verl-rounding-align: make the training side round where the inference engine rounds.
+
+Layers, each importing only from those above it:
+
+    rounding.py      a rounding point: stored in the model dtype, or kept in fp32
+    regions/         the fused regions' maths, once, with named rounding points
+    presets.py       engines as data: the points each one stores, source, versions, evidence
+    families.py      Hugging Face model families as data
+    plan.py          config value + engine -> Plan (frozen, printable); errors about the key's value
+    patch.py         claim -> check -> apply -> undo; the only file that assigns ``.forward``
+    metrics.py       mismatch estimators: pure tensor functions
+    engine/          what an inference engine really does (its own layers, its own mode)
+    integrations/    verl, verl on CPU, vLLM: only these import a framework
+    cli.py           subcommands, no logic
+
+Public names are loaded at first use, so that an entry point which imports this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Rounding": "rounding",
+    "Plan": "plan",
+    "parse_plan": "plan",
+    "Alignment": "patch",
+    "Site": "patch",
+    "align": "patch",
+    "PRESETS": "presets",
+    "FAMILIES": "families",
+    "REGIONS": "regions",
+    "GROUPS": "regions",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)

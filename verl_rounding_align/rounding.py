@@ -1,0 +1,59 @@
+"""Rounding points: where an intermediate is stored in the model dtype, and where it stays in fp32.
+
+A rounding point is a *named* intermediate of a fused region. Storing it means one round-to-nearest-even to the model
+dtype (bf16 in training); not storing it means that the next operator reads the fp32 value. What an engine does in a
+region is a set of point names, so presets, region subsets, probe candidates and error messages are all sets over the
+same names, and each region's maths is written once.
+
+Store once and upcast at each use: ``h = up(rnd("sum", total, dtype))``. A cast pair ``x.to(bf16).float()`` at each use
+would give the same forward values and different gradients (Hugging Face rounds the gradient once per consumer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+def up(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the compute dtype: at least fp32; fp64 stays fp64, so that gradcheck works.
+
+    >>> up(torch.ones(1, dtype=torch.bfloat16)).dtype, up(torch.ones(1, dtype=torch.float64)).dtype
+    (torch.float32, torch.float64)
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The set of rounding points that are stored in the model dtype; every other point stays in fp32.
+
+    >>> rnd = Rounding({"sum"})
+    >>> x = torch.full((1,), 1.001)
+    >>> rnd("sum", x, torch.bfloat16).dtype, rnd("carry", x, torch.bfloat16).dtype
+    (torch.bfloat16, torch.float32)
+    """
+
+    points: frozenset[str]
+
+    def __init__(self, points: Iterable[str] = ()):
+        object.__setattr__(self, "points", frozenset(points))
+
+    def stores(self, point: str) -> bool:
+        """Return whether ``point`` is stored in the model dtype."""
+        return point in self.points
+
+    def __call__(self, point: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``x`` stored in ``dtype`` if ``point`` is stored, else ``x`` unchanged.
+
+        Args:
+            point: name of the intermediate.
+            x: the intermediate, any shape, compute dtype.
+            dtype: the model dtype.
+        """
+        return x.to(dtype) if point in self.points else x
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(sorted(self.points)) + "}"
