@@ -1,0 +1,62 @@
+"""vLLM plugin (entry point group `vllm.general_plugins`), loaded in every process of a vLLM engine.
+
+vLLM's CPU kernels work on packed weights, and vLLM throws the unpacked ones away once they are packed. verl sends new
+weights after every step: it loads them into the unpacked parameters and asks for packing again. In a verl run on a CPU
+(`VERL_PLATFORM=cpu`) the plugin therefore keeps the unpacked weights. Elsewhere it does nothing and imports nothing.
+
+`VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS=1` breaks the weight synchronisation on purpose, for tests of the checks that
+must notice it: the engine's linear layers keep the weights of the first synchronisation.
+"""
+
+import functools
+import inspect
+import logging
+import os
+
+TESTED = "0.30.0"
+STALE_ENV = "VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Keep vLLM's unpacked weights in a verl run on a CPU; again does nothing.
+
+    Raises:
+        RuntimeError: if vLLM's packing function is not the one that is known.
+    """
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    if getattr(pack, "keeps_weight", False):
+        return
+    parameters = tuple(inspect.signature(pack).parameters)
+    if parameters != ("layer", "remove_weight"):
+        import vllm
+
+        raise RuntimeError(
+            f"VERL_PLATFORM=cpu was tested with vLLM {TESTED}, where dispatch_cpu_unquantized_gemm takes "
+            f"('layer', 'remove_weight'); here (vLLM {vllm.__version__}) it takes {parameters}"
+        )
+    stale = os.environ.get(STALE_ENV, "0") == "1"
+    if stale:
+        logger.warning(
+            "%s=1: THIS ENGINE IGNORES WEIGHT UPDATES after the first one (a test's negative control)", STALE_ENV
+        )
+
+    @functools.wraps(pack)
+    def dispatch_cpu_unquantized_gemm(layer, remove_weight):
+        if stale:  # the first time is the engine's start on dummy weights, the second the first synchronisation
+            layer.times_packed = getattr(layer, "times_packed", 0) + 1
+            if layer.times_packed > 2:
+                return
+        pack(layer, remove_weight=False)
+
+    dispatch_cpu_unquantized_gemm.keeps_weight = True
+    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
