@@ -6,7 +6,9 @@
     out    = weight * normed                             returned in the model dtype
     carry  = total                                       point carry:  what the next add reads
 
-``sum`` and ``carry`` are two readers of one value. An engine may round for neither, either or both.
+``sum`` and ``carry`` are two readers of one value. An engine may round for neither, either or both. The add after the
+MLP and the norm that reads it lie in two decoder layers, so the region also exists as its two halves, :func:`add` and
+:func:`rms_norm`; ``add_rms_norm`` is their composition.
 
 Mirrors: HF ``Qwen3DecoderLayer`` and ``Qwen3RMSNorm``, Transformers 5.10; vLLM ``RMSNorm.forward(x, residual)``, 0.30.
 """
@@ -24,41 +26,41 @@ POINTS = {
 }
 
 
-def add(delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the unrounded residual sum.
+def add(delta: torch.Tensor, residual: torch.Tensor, rnd: Rounding) -> torch.Tensor:
+    """Return the residual sum: in the model dtype if both of its readers store it, else in the compute dtype.
 
     Args:
         delta: (..., hidden_size) output of attention or MLP, model dtype.
-        residual: (..., hidden_size) residual stream, model dtype or fp32.
-
-    Returns:
-        (..., hidden_size), compute dtype.
+        residual: (..., hidden_size) residual stream, model dtype or compute dtype.
+        rnd: which of ``POINTS`` are stored.
     """
-    return up(delta) + up(residual)
+    total = up(delta) + up(residual)
+    return total.to(delta.dtype) if rnd.stores("sum") and rnd.stores("carry") else total
 
 
 def rms_norm(
     total: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Rounding, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, carry)`` for a residual sum that is already there (the second half of the region).
+) -> torch.Tensor:
+    """Return the norm of a residual sum.
 
     Args:
         total: (..., hidden_size), compute dtype, or model dtype where it was stored or nothing was added.
         weight: (hidden_size,) the norm's weight, model dtype.
         eps: the norm's epsilon.
         rnd: which of ``POINTS`` are stored.
-        dtype: the model dtype.
+        dtype: the model dtype, which the result has.
     """
     h = up(rnd("sum", total, dtype))
     normed = rnd("normed", h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps), dtype)
-    return (weight * normed).to(dtype), rnd("carry", total, dtype)
+    return (weight * normed).to(dtype)
 
 
 def add_rms_norm(
     delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Rounding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, carry)``: the norm's output in the model dtype, the residual stream stored or in fp32.
+    """Return ``(out, carry)``: the norm's output in the model dtype, the residual stream stored or in compute dtype.
 
     Args: see :func:`add` and :func:`rms_norm`.
     """
-    return rms_norm(add(delta, residual), weight, eps, rnd, delta.dtype)
+    total = up(delta) + up(residual)
+    return rms_norm(total, weight, eps, rnd, delta.dtype), rnd("carry", total, delta.dtype)

@@ -1,0 +1,104 @@
+"""How a region function runs: op by op, or as one kernel of torch.compile. Same maths, same rounding points.
+
+Compiled regions contain no matmul, no sharding and no module state, so one graph serves every layer and every length:
+rows are flattened to (tokens, ...) and that dimension is marked dynamic. Inductor deletes a bf16 round trip inside a
+fused kernel, and with it an interior rounding point; ``emulate_precision_casts`` keeps it, and is always on here.
+
+Either way a region is opaque to an outer ``torch.compile`` of the model (the graph breaks around it), which would
+delete interior rounding points silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import types
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .rounding import Rounding
+
+BACKENDS = ("auto", "compile", "eager")
+OPTIONS = {"emulate_precision_casts": True}
+
+
+def compiler_found(device: str) -> bool:
+    """Return whether torch.compile can build kernels for a device type: a C++ compiler on CPU, Triton elsewhere."""
+    if device == "cpu":
+        return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    return importlib.util.find_spec("triton") is not None
+
+
+def resolve(backend: str, device: str, key: str = "rounding_align_backend") -> str:
+    """Return ``compile`` or ``eager`` for a requested backend on a device type.
+
+    Raises:
+        ValueError: unknown backend, or ``compile`` without a compiler.
+
+    >>> resolve("eager", "cpu")
+    'eager'
+    >>> resolve("fast", "cpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: rounding_align_backend='fast': unknown backend 'fast'; choose from auto, compile, eager
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"{key}={backend!r}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return "compile" if compiler_found(device) else "eager"
+    if backend == "compile" and not compiler_found(device):
+        raise ValueError(f"{key}='compile': no compiler for device {device!r} was found; choose auto or eager")
+    return backend
+
+
+@functools.cache
+def compiled(function: Callable, rnd: Rounding) -> Callable:
+    """Return ``function`` with ``rnd`` bound, under torch.compile, with interior rounding points kept.
+
+    Dynamo keeps its graphs per code object, so each pair gets a code object of its own.
+    """
+    clone = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    clone.__kwdefaults__, clone.__defaults__ = function.__kwdefaults__, function.__defaults__
+
+    def region(**kwargs):
+        return clone(rnd=rnd, **kwargs)
+
+    region.__code__ = region.__code__.replace(co_name=f"{function.__name__}_{'_'.join(sorted(rnd.points)) or 'none'}")
+    return torch.compile(region, fullgraph=True, options=OPTIONS)
+
+
+def plain(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return ``x`` in ``shape``, differentiable, and not a view: a view would bring its base's shape into the guards."""
+    return torch.ops.aten._unsafe_view(x.contiguous(), shape or x.shape)
+
+
+@torch.compiler.disable
+def run(
+    function: Callable,
+    rows: Mapping[str, torch.Tensor],
+    rnd: Rounding,
+    backend: str,
+    params: Mapping[str, torch.Tensor] | None = None,
+    **static,
+):
+    """Call a region function.
+
+    Args:
+        function: a function of ``regions/``.
+        rows: arguments of shape (tokens, ...), with one common number of tokens.
+        rnd: its Rounding.
+        backend: ``compile`` or ``eager``; a single row always runs eagerly, as Dynamo specialises sizes 0 and 1.
+        params: weights, shape (features,).
+        static: python constants (eps, dtype): one graph each.
+    """
+    params = params or {}
+    first = next(iter(rows.values()))
+    with torch.autocast(device_type=first.device.type, enabled=False):
+        if backend == "eager" or first.shape[0] < 2:
+            return function(**rows, **params, rnd=rnd, **static)
+        for x in rows.values():
+            torch._dynamo.mark_dynamic(x, 0)
+        params = {name: plain(p) for name, p in params.items()}
+        return compiled(function, rnd)(**rows, **params, **static)
