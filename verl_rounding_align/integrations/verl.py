@@ -358,12 +358,11 @@ def _take(section) -> dict:
     """Remove the key from actor and ref of ``section`` (verl's actor_rollout_ref) and return role -> value."""
     from omegaconf import open_dict
 
-    values = {}
-    for role in ROLES:
-        if section.get(role) is not None and KEY in section[role]:
-            values[role] = _plain(section[role].get(KEY))
-            with open_dict(section[role]):
-                section[role].pop(KEY)
+    found = [role for role in ROLES if section.get(role) is not None and KEY in section[role]]
+    values = {role: _plain(section[role].get(KEY)) for role in found}  # read before removing: ref may refer to actor
+    for role in found:
+        with open_dict(section[role]):
+            del section[role][KEY]
     return values
 
 
