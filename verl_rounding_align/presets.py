@@ -99,9 +99,7 @@ PRESETS = {
     for preset in (
         Preset(
             name="hf_eager",
-            points=_points(
-                rope=_ALL["rope"], mlp=_ALL["swiglu"], experts=_ALL["swiglu"], add=_ALL["add_rms_norm"]
-            ),
+            points=_points(rope=_ALL["rope"], mlp=_ALL["swiglu"], experts=_ALL["swiglu"], add=_ALL["add_rms_norm"]),
             evidence=_evidence(BITWISE),
             source="Transformers 5.10 modeling_*.py, eager: every operator stores in the model dtype",
         ),
@@ -186,7 +184,9 @@ def resolve(engine: str, version: str, device: str, eager: bool, key: str = "rol
     rows = [p for p in PRESETS.values() if p.engine is not None]
     known = sorted({p.engine for p in rows})
     if engine not in known:
-        raise ValueError(f"{key}={engine!r}: no rounding preset for this rollout engine; choose from {', '.join(known)}")
+        raise ValueError(
+            f"{key}={engine!r}: no rounding preset for this rollout engine; choose from {', '.join(known)}"
+        )
     rows = [p for p in rows if p.engine == engine and p.device == device and p.eager == eager]
     mode = "eager" if eager else "compiled"
     if not rows:

@@ -38,9 +38,7 @@ def add(delta: torch.Tensor, residual: torch.Tensor, rnd: Rounding) -> torch.Ten
     return total.to(delta.dtype) if rnd.stores("sum") and rnd.stores("carry") else total
 
 
-def rms_norm(
-    total: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Rounding, dtype: torch.dtype
-) -> torch.Tensor:
+def rms_norm(total: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Rounding, dtype: torch.dtype) -> torch.Tensor:
     """Return the norm of a residual sum.
 
     Args:

@@ -1,0 +1,58 @@
+"""Tiny models of every supported family, made from a config: what the tests patch."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl_rounding_align.families import FAMILIES
+
+VOCAB = 97
+EXTRA = {"qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[0])}
+
+
+def tiny(model_type: str, layers: int = 3, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **kwargs):
+    """Return a causal LM of ``model_type`` in train mode, with norm weights away from one."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        **{**EXTRA.get(model_type, {}), **kwargs},
+    )
+    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif "embed" in name or "lm_head" in name:
+                parameter.mul_(10)
+    return model
+
+
+def tokens(batch: int = 2, length: int = 19, seed: int = 1) -> torch.Tensor:
+    """Return token ids of shape (batch, length)."""
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, ids: torch.Tensor, **kwargs):
+    """Return (logits, {parameter name: gradient}) of one forward and backward pass."""
+    model.zero_grad()
+    logits = model(ids, use_cache=False, **kwargs).logits
+    logits.float().logsumexp(-1).pow(2).mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), gradients
+
+
+def same(a: dict, b: dict) -> bool:
+    """Return whether two dicts of tensors have the same keys and bitwise equal values."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+MODEL_TYPES = sorted(FAMILIES)
