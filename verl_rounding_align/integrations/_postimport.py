@@ -74,13 +74,12 @@ def install(hooks: Mapping[str, Hook]) -> None:
         known = _finder.hooks.setdefault(name, [])
         if hook in known:
             continue
-        known.append(hook)
         module = sys.modules.get(name)
         spec = getattr(module, "__spec__", None)
-        # A module that is being imported right now gets its hook from the loader, or, if that import began before
-        # there was a hook, here and now would be too early: refuse rather than patch half a module.
-        if module is None or isinstance(getattr(spec, "loader", None), _HookedLoader):
-            continue
-        if getattr(spec, "_initializing", False):
+        from_loader = module is None or isinstance(getattr(spec, "loader", None), _HookedLoader)
+        if not from_loader and getattr(spec, "_initializing", False):
+            # Now would be too early, half the module is missing, and its loader knows of no hooks.
             raise ImportError(f"cannot hook {name}: its import has begun already and is not finished")
-        hook(module)
+        known.append(hook)
+        if not from_loader:
+            hook(module)
