@@ -1,0 +1,622 @@
+"""The key in verl: where it is accepted, what the driver refuses, and what each worker must prove.
+
+Contract: a bad value or setting fails in the driver, before Ray starts, with the key, the value and the choices; what
+was asked for and not applied stops the training; without the key nothing in verl's config or engines changes.
+"""
+
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+import torch  # noqa: E402
+from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: E402
+from hydra import compose, initialize_config_dir, initialize_config_module  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from tiny import tiny, tokens  # noqa: E402
+
+from verl_rounding_align import align  # noqa: E402
+from verl_rounding_align.integrations import verl as integration  # noqa: E402
+from verl_rounding_align.plan import parse_plan  # noqa: E402
+
+pytestmark = pytest.mark.verl
+KEY = "actor_rollout_ref.actor.rounding_align"
+REF = "actor_rollout_ref.ref.rounding_align"
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+ESCAPE = "or name the engine's preset: rounding_align={regions: ..., engine: ...}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return a folder with a config.json, all that the driver reads of a model."""
+
+    @functools.cache
+    def make(model_type):
+        folder = tmp_path_factory.mktemp(model_type)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture
+def config(model, monkeypatch):
+    """Return a function: overrides -> verl's trainer config on a machine with vLLM 0.30.0 and CUDA."""
+    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
+
+    def make(*overrides, model_type="qwen3", **kwargs):
+        return composed(f"actor_rollout_ref.model.path={model(model_type)}", *overrides, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def updated(model, monkeypatch):
+    """Return a function like `config`, which applies the overrides to verl's composed config: a second faster."""
+    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
+    parser = OverridesParser.create()
+
+    def make(*overrides, model_type="qwen3"):
+        groups = [o for o in overrides if o.startswith("model_engine=")]
+        found = copy.deepcopy(stock(*groups))
+        rest = [o for o in overrides if o not in groups]
+        for override in parser.parse_overrides([f"actor_rollout_ref.model.path={model(model_type)}", *rest]):
+            OmegaConf.update(found, override.key_or_group, override.value(), force_add=True)
+        return found
+
+    return make
+
+
+def composed(*overrides, config_name="ppo_trainer", context=None):
+    base = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    ]
+    with context or initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(config_name, overrides=[*base, *overrides])
+
+
+stock = functools.cache(composed)
+
+
+def validate(config):
+    """Run verl's own check of its config, as its main does in the driver."""
+    from verl.utils.config import validate_config
+
+    validate_config(config, use_reference_policy=True, use_critic=False)
+
+
+def values(config):
+    section = config.actor_rollout_ref
+    return [integration._plain(section[role].get("rounding_align")) for role in ("actor", "ref")]
+
+
+# -------------------------------------------------------------------------------------------------------- acceptance
+
+ROPE = {"regions": "rope", "engine": "vllm_compiled_split"}
+
+
+@pytest.mark.parametrize(
+    "overrides, actor, ref",
+    [
+        ([f"+{KEY}=rope"], ROPE, ROPE),
+        ([f"+{KEY}=none"], "none", "none"),
+        ([f"+{KEY}=null"], "none", "none"),
+        ([f"+{KEY}=rope", f"+{REF}=none"], ROPE, "none"),
+        ([f"+{REF}=rope"], "none", ROPE),
+        ([f"+{KEY}=carry+rope"], {**ROPE, "regions": "rope+carry"}, {**ROPE, "regions": "rope+carry"}),
+        ([f"+{KEY}=[rope,swiglu]"], {**ROPE, "regions": "rope+swiglu"}, {**ROPE, "regions": "rope+swiglu"}),
+        ([f"+{KEY}=paper"], {**ROPE, "regions": "rope+swiglu+add_rms_norm"}, {**ROPE, "regions": "rope+swiglu+add_rms_norm"}),
+        ([f"+{KEY}={{regions: rope, engine: fp32}}"], {**ROPE, "engine": "fp32"}, {**ROPE, "engine": "fp32"}),
+        ([f"+{KEY}=rope", "actor_rollout_ref.rollout.enforce_eager=True"], {**ROPE, "engine": "vllm_cuda"}, {**ROPE, "engine": "vllm_cuda"}),
+        ([f"+{KEY}=rope", "trainer.device=cpu"], {**ROPE, "engine": "vllm_compiled"}, {**ROPE, "engine": "vllm_compiled"}),
+        (["+rounding_align=rope"], ROPE, ROPE),
+        (["+rounding_align=none"], "none", "none"),
+        (["+rounding_align=rope", f"{REF}=none"], ROPE, "none"),
+        ([f"+{KEY}=rope", "actor_rollout_ref.actor.strategy=fsdp2"], ROPE, ROPE),
+        ([f"+{KEY}=rope", "actor_rollout_ref.model.use_fused_kernels=True"], ROPE, ROPE),
+    ],
+)  # fmt: skip
+def test_accepted_and_resolved(config, overrides, actor, ref):
+    found = config(*overrides)
+    validate(found)
+    assert values(found) == [actor, ref]
+
+
+@pytest.mark.parametrize("value", ["none", "rope", "swiglu", "add_rms_norm", "carry", "paper", "all"])
+def test_overlay_sets_both_without_touching_target(config, value):
+    found, stock = config(f"+rounding_align={value}"), config()
+    assert values(found) == [value, value]
+    for role in ("actor", "ref"):
+        del found.actor_rollout_ref[role].rounding_align
+    assert found == stock
+
+
+def test_yaml_that_extends_verls_config(config, tmp_path):
+    text = """
+        defaults: [ppo_trainer, _self_]
+        hydra: {searchpath: ["pkg://verl.trainer.config"]}
+        actor_rollout_ref: {actor: {rounding_align: rope}}
+    """
+    (tmp_path / "mine.yaml").write_text(text)
+    found = config(config_name="mine", context=initialize_config_dir(str(tmp_path), version_base=None))
+    validate(found)
+    assert values(found) == [ROPE, ROPE]
+
+
+def test_without_the_key_the_config_is_left_alone(config, capsys):
+    found = config()
+    validate(found)
+    assert found == config() and "rounding_align" not in capsys.readouterr().out
+
+
+def test_the_driver_says_once_what_will_be_aligned(config, capsys):
+    validate(config(f"+{KEY}=rope", f"+{REF}=none", "trainer.device=cpu"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "rounding_align" in line]
+    assert lines == ["rounding_align: actor rope: hf_eager -> vllm_compiled (rollout vllm 0.30.0, compiled, cpu)"]
+
+
+def test_verl_itself_refuses_the_key(config):
+    """Negative control: without the hooks the key stops verl, so a plugin that failed to load is not silent."""
+    from hydra.errors import InstantiationException
+    from verl.utils.config import validate_config
+
+    with pytest.raises(InstantiationException, match="unexpected keyword argument 'rounding_align'"):
+        validate_config.__wrapped__(config(f"+{KEY}=rope"), True, False)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+CHOICES = "choose from none, rope, swiglu, add_rms_norm, carry, paper, all (join with +)"
+LIGER = (
+    "actor_rollout_ref.model.use_liger=True: Liger's kernels replace rope, swiglu, add_rms_norm, carry, so {}='swiglu' "
+    "cannot be applied; set use_liger=False or rounding_align=none"
+)
+ERRORS = {
+    "unknown region": ([f"+{KEY}=ropee"], f"{KEY}='ropee': unknown region 'ropee'; {CHOICES}"),
+    "ref": ([f"+{KEY}=rope", f"+{REF}=ropee"], f"{REF}='ropee': unknown region 'ropee'; {CHOICES}"),
+    "type": (
+        [f"+{KEY}=3"],
+        f"{KEY}=3: expected a name, names joined with +, or a list of names from none, rope, swiglu, add_rms_norm, "
+        "carry, paper, all",
+    ),
+    "preset": (
+        [f"+{KEY}={{regions: rope, engine: vllm}}"],
+        f"{KEY}.regions engine='vllm': unknown engine preset 'vllm'; choose from hf_eager, vllm_compiled, "
+        "vllm_compiled_split, vllm_cpu, vllm_cuda, vllm_cuda_0_23, vllm_cuda_0_20, vllm_cuda_0_19, fp32",
+    ),
+    "engine": (
+        [f"+{KEY}=rope", "actor_rollout_ref.rollout.name=sglang"],
+        "actor_rollout_ref.rollout.name='sglang': no rounding preset for this rollout engine; choose from vllm",
+    ),
+    "device": (
+        [f"+{KEY}=rope", "trainer.device=npu"],
+        "actor_rollout_ref.rollout.name='vllm': no rounding preset for vllm (compiled) on device 'npu'",
+    ),
+    "strategy": (
+        [f"+{KEY}=rope", "model_engine=megatron"],
+        f"actor_rollout_ref.actor.strategy='megatron': {KEY}='rope' works with fsdp, fsdp2",
+    ),
+    "torchtitan": (
+        [f"+{KEY}=rope", "model_engine=torchtitan"],
+        f"actor_rollout_ref.actor.strategy='torchtitan': {KEY}='rope' works with fsdp, fsdp2",
+    ),
+    "veomni": (
+        [f"+{KEY}=rope", "model_engine=veomni"],
+        f"actor_rollout_ref.actor.strategy='veomni': {KEY}='rope' works with fsdp, fsdp2",
+    ),
+    "ref strategy": (
+        [f"+{REF}=rope", "actor_rollout_ref.ref.strategy=veomni"],
+        f"actor_rollout_ref.ref.strategy='veomni': {REF}='rope' works with fsdp, fsdp2",
+    ),
+    "liger": ([f"+{KEY}=swiglu", "actor_rollout_ref.model.use_liger=True"], LIGER.format(KEY)),
+    "liger, ref": ([f"+{REF}=swiglu", "actor_rollout_ref.model.use_liger=True"], LIGER.format(REF)),
+    "tiled MLP": (
+        [f"+{KEY}=paper", "actor_rollout_ref.model.tiled_mlp.enabled=True"],
+        "actor_rollout_ref.model.tiled_mlp.enabled=True: it replaces the MLP's forward, so "
+        f"{KEY}='rope+swiglu+add_rms_norm' cannot be applied; set it to False or leave out swiglu",
+    ),
+    "fp32": (
+        [f"+{KEY}=rope", "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"],
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype='fp32': the trainer computes in fp32 and rounds "
+        f"nothing, so there is nothing for {KEY}='rope' to align; choose bf16 or fp16, or rounding_align=none",
+    ),
+    "two dtypes": (
+        [f"+{KEY}=rope", "actor_rollout_ref.rollout.dtype=half"],
+        "actor_rollout_ref.rollout.dtype='half': actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype is bf16; "
+        f"{KEY}='rope' needs trainer and engine in one dtype",
+    ),
+    "V0": (
+        [f"+{KEY}=rope", "trainer.use_v1=False"],
+        "trainer.use_v1=False: rounding_align works with the V1 trainer; set trainer.use_v1=True",
+    ),
+    "LoRA": (
+        [f"+{KEY}=rope", f"+{REF}=none", "actor_rollout_ref.model.lora_rank=8"],
+        f"{REF}='none': with LoRA the reference runs on the actor's model, which has {ROPE!r}; leave out the ref's own value",
+    ),
+    "batch invariant": (
+        [f"+{KEY}=rope", "actor_rollout_ref.rollout.full_determinism=True"],
+        "actor_rollout_ref.rollout.full_determinism=True (or VLLM_BATCH_INVARIANT=1): vLLM's batch-invariant kernels round "
+        f"elsewhere and no preset covers them; switch it off, {ESCAPE}",
+    ),
+    "quantized": (
+        [f"+{KEY}=rope", "actor_rollout_ref.rollout.quantization=fp8"],
+        f"actor_rollout_ref.rollout.quantization: no preset covers a quantized rollout; switch it off, {ESCAPE}",
+    ),
+    "Transformers' models": (
+        [f"+{KEY}=rope", f"+{VLLM}.model_impl=transformers"],
+        f"{VLLM}.model_impl='transformers': it moves vLLM's rounding and no preset covers it; leave it out, {ESCAPE}",
+    ),
+    "compilation mode": (
+        [f"+{KEY}=rope", f"+{VLLM}.compilation_config.mode=1"],
+        f"{VLLM}.compilation_config.mode=1: presets cover 0 (no compilation) and 3 (vLLM's default) only",
+    ),
+    "custom ops": (
+        [f"+{KEY}=rope", f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"],
+        f"{VLLM}.compilation_config.custom_ops=['+rms_norm']: it moves vLLM's rounding; presets cover ['none'] only "
+        f"(the default here), {ESCAPE}",
+    ),
+    "fusion pass": (
+        [f"+{KEY}=rope", f"+{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=True"],
+        f"{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=True: it fuses across regions and no preset "
+        f"covers it; set it to False, {ESCAPE}",
+    ),
+    "unknown compilation setting": (
+        [f"+{KEY}=rope", f"+{VLLM}.compilation_config.splitting_ops=[]"],
+        f"{VLLM}.compilation_config.splitting_ops=[]: it may move vLLM's rounding and no preset covers it; leave it out, "
+        f"{ESCAPE}",
+    ),
+    "tensor parallel": (
+        [f"+{KEY}=add_rms_norm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: vLLM may fuse the all-reduce with add and norm, which moves "
+        f"the rounding of {KEY}='add_rms_norm'; set "
+        f"{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False, or leave out add_rms_norm",
+    ),
+    "metrics without log-probs": (
+        ["+trainer.rounding_align_metrics=True", "actor_rollout_ref.rollout.calculate_log_probs=False"],
+        "trainer.rounding_align_metrics=True cannot be met: actor_rollout_ref.rollout.calculate_log_probs=False: the "
+        "rollout engine returns no log-probs",
+    ),
+    "metrics in bypass mode": (
+        ["+trainer.rounding_align_metrics=True", "algorithm.rollout_correction.bypass_mode=True"],
+        "trainer.rounding_align_metrics=True cannot be met: algorithm.rollout_correction.bypass_mode=True: the trainer "
+        "computes no log-probs of its own",
+    ),
+    "metrics switch": (
+        ["+trainer.rounding_align_metrics=yess"],
+        "trainer.rounding_align_metrics='yess': choose from true, false, null (null: on where there are log-probs)",
+    ),
+    "metrics, V0": (
+        ["+trainer.rounding_align_metrics=False", "trainer.use_v1=False"],
+        "trainer.rounding_align_metrics=False: only the V1 trainer reads it; set trainer.use_v1=True or leave it out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_the_driver_refuses(updated, case):
+    overrides, message = ERRORS[case]
+    with pytest.raises(ValueError) as error:
+        validate(updated(*overrides))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("case", [case for case in ERRORS if not case.startswith("metrics")])
+def test_the_same_settings_are_accepted_with_none(updated, case):
+    """Negative control: it is the alignment that is refused, not the setting."""
+    overrides = [f"+{KEY}=none" if KEY in o else f"+{REF}=none" if REF in o else o for o in ERRORS[case][0]]
+    assert set(integration.prepare(updated(*dict.fromkeys(overrides))).values()) == {"none"}
+
+
+def test_unsupported_family(updated):
+    found = updated(f"+{KEY}=rope", model_type="gemma2")
+    path = found.actor_rollout_ref.model.path
+    with pytest.raises(ValueError) as error:
+        validate(found)
+    assert str(error.value) == (
+        f"actor_rollout_ref.model.path={path!r}: model_type='gemma2': unsupported model family 'gemma2'; "
+        "choose from llama, mistral, qwen2, qwen3, qwen3_moe"
+    )
+
+
+def test_a_family_that_the_driver_cannot_read_is_left_to_the_workers(updated, capsys):
+    found = updated(f"+{KEY}=rope", "actor_rollout_ref.model.path=hdfs://store/model")
+    integration.prepare(found)
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "rounding_align: no config.json to read at hdfs://store/model; the workers check the model's family"
+    )
+
+
+def test_other_releases_of_verl_are_refused(updated, monkeypatch):
+    import verl
+
+    monkeypatch.setattr(verl, "__version__", "0.8.0")
+    with pytest.raises(ValueError) as error:
+        validate(updated(f"+{KEY}=rope"))
+    assert str(error.value) == (
+        "rounding_align works with verl >=0.9,<0.10 (tested with 0.9.1); verl 0.8.0 is installed"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides, eager",
+    [
+        ([], False),
+        (["actor_rollout_ref.rollout.enforce_eager=True"], True),
+        ([f"+{VLLM}.enforce_eager=True"], True),
+        ([f"+{VLLM}.compilation_config.mode=0"], True),
+        ([f"+{VLLM}.compilation_config.mode=NONE"], True),
+        ([f"+{VLLM}.compilation_config.level=0"], True),
+        ([f"+{VLLM}.compilation_config.mode=VLLM_COMPILE"], False),
+        ([f"+{VLLM}.compilation_config='{{\"mode\": 0}}'"], True),
+        ([f"+{VLLM}.compilation_config.mode=0", f"+{VLLM}.compilation_config.custom_ops=[all]"], True),
+        ([f"+{VLLM}.compilation_config.custom_ops=[none]"], False),
+        ([f"+{VLLM}.compilation_config.cudagraph_mode=PIECEWISE"], False),
+    ],
+)
+def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager):
+    preset, _ = integration.rollout_preset(updated(*overrides))
+    assert preset.name == ("vllm_cuda" if eager else "vllm_compiled_split")
+
+
+def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):
+    off = f"+{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False"
+    integration.prepare(updated(*ERRORS["tensor parallel"][0], off))
+
+
+# ----------------------------------------------------------------------------------------------------------- workers
+
+
+class Engine:
+    """Stand-in for verl's engine: builds a tiny model and runs it once per batch."""
+
+    model_type = "qwen3"
+
+    def __init__(self, **requests):
+        self.engine_config = SimpleNamespace(**requests)
+
+    def _build_module(self):
+        return tiny(self.model_type, layers=2)
+
+    def forward_backward_batch(self, data, loss_function, forward_only=False):
+        return self.module(data).logits
+
+
+class Aligned(integration.AlignedEngine, Engine):
+    pass
+
+
+def built(value="all", **kwargs):
+    engine = Aligned(rounding_align=("actor", parse_plan(value)), **kwargs)
+    engine.module = engine._build_module()
+    return engine
+
+
+def test_the_engine_aligns_what_it_builds_and_says_so(capsys):
+    engine = built()
+    assert capsys.readouterr().out == (
+        "rounding_align: qwen3, 2 layers, add_rms_norm 5 sites, rope 2 sites, swiglu 2 sites, hf_eager -> vllm_compiled "
+        "(actor, rank 0)\n"
+    )
+    assert integration._report(engine) == {
+        "plan": "rope+swiglu+add_rms_norm+carry: hf_eager -> vllm_compiled",
+        "sites": 9,
+        "forwards": 0,
+        "idle": [site.fqn for site in engine.rounding_alignment.sites],
+    }
+    engine.forward_backward_batch(tokens(), None)
+    assert (integration._report(engine)["forwards"], integration._report(engine)["idle"]) == (1, [])
+
+
+def test_an_engine_without_a_request_is_untouched():
+    engine = Aligned()
+    engine.module = engine._build_module()
+    assert not any("forward" in module.__dict__ for module in engine.module.modules())
+    assert torch.equal(engine.forward_backward_batch(tokens(), None), tiny("qwen3", layers=2)(tokens()).logits)
+    assert integration._report(engine) == {"plan": "none", "sites": 0, "forwards": 0, "idle": []}
+
+
+def test_a_forward_before_the_trainer_read_the_report_stops():
+    with pytest.raises(RuntimeError) as error:
+        built().forward_backward_batch(tokens(), None)
+    assert str(error.value) == (
+        "rounding_align: this model is aligned, and the trainer has not read its report; works with the V1 trainer of verl "
+        ">=0.9,<0.10 (python -m verl.trainer.main_ppo) where verl_rounding_align is installed for every process"
+    )
+
+
+def test_a_site_that_the_forward_does_not_reach_stops():
+    engine = built("swiglu")
+    integration._report(engine)
+    mlp = engine.module.model.layers[1].mlp
+    mlp.forward = type(mlp).forward.__get__(mlp)  # somebody patches over it
+    with pytest.raises(RuntimeError) as error:
+        engine.forward_backward_batch(tokens(), None)
+    assert str(error.value) == (
+        "rounding_align: 1 of 2 patched sites were not reached by the forward pass, so something else runs in their place: "
+        "model.layers.1.mlp"
+    )
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Return verl's engine registry with stand-in engines for device `test`, vendor `maker`."""
+    from verl.workers.engine import EngineRegistry
+
+    from verl.workers.engine import BaseEngine
+
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "test")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "maker")
+
+    class TestEngine(Engine, BaseEngine):
+        pass
+
+    for strategy in ("fsdp", "fsdp2"):
+        monkeypatch.setitem(
+            EngineRegistry._engines["language_model"],
+            strategy,
+            {**EngineRegistry._engines["language_model"][strategy], "test": TestEngine},
+        )
+    return EngineRegistry, TestEngine
+
+
+@pytest.mark.parametrize("vendor_entry", [False, True])
+def test_the_engine_stacks_on_whatever_verl_would_use(registry, vendor_entry):
+    engines, base = registry
+    if vendor_entry:  # another plugin's engine for this vendor
+        base = engines.register("language_model", "fsdp2", device="test", vendor="maker")(type("Other", (base,), {}))
+    assert engines.get_engine_cls("language_model", "fsdp2") is base
+    cls = integration._register_engine("fsdp2")
+    assert engines.get_engine_cls("language_model", "fsdp2") is cls and issubclass(cls, base)
+    assert integration._register_engine("fsdp2") is cls  # again: no second layer
+    assert engines.get_engine_cls("language_model", "fsdp") is not cls
+
+
+def test_an_engine_with_another_signature_is_refused(registry):
+    engines, base = registry
+    base._build_module = lambda self, mesh: None
+    with pytest.raises(RuntimeError) as error:
+        integration._register_engine("fsdp2")
+    assert str(error.value) == (
+        "rounding_align was tested with verl 0.9.1, where TestEngine._build_module takes ('self',); here it takes ('self', 'mesh')"
+    )
+
+
+class Worker:
+    """Stand-in for verl's TrainingWorker."""
+
+    def __init__(self, config):
+        from verl.workers.engine import EngineRegistry
+
+        engine_cls = EngineRegistry.get_engine_cls("language_model", config.engine_config.strategy)
+        self.engine = engine_cls(**vars(config.engine_config))
+        self.engine.module = self.engine._build_module()
+
+
+@pytest.fixture
+def worker_group(registry):
+    """Return a function: (actor value, ref value) -> worker whose init_model went through the hook."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
+    class ActorRolloutRefWorker:
+        actor_worker_cls = ref_worker_cls = Worker
+        hooked = True
+
+        def __init__(self, actor, ref):
+            section = {"actor": {"strategy": "fsdp2"}, "ref": {"strategy": "fsdp2"}}
+            for role, value in (("actor", actor), ("ref", ref)):
+                if value is not ...:
+                    section[role]["rounding_align"] = value
+            self.config = OmegaConf.create(section)
+            OmegaConf.set_struct(self.config, True)
+
+        def init_model(self):
+            for role in ("actor", "ref"):
+                assert dict(self.config[role]) == {"strategy": "fsdp2"}  # verl's dataclass would refuse more
+                engine = SimpleNamespace(strategy="fsdp2")
+                worker_cls = getattr(self if self.hooked else type(self), f"{role}_worker_cls")
+                worker = worker_cls(config=SimpleNamespace(model_type="language_model", engine_config=engine))
+                setattr(self, role, worker)
+
+    module = SimpleNamespace(ActorRolloutRefWorker=ActorRolloutRefWorker, register=register, Dispatch=Dispatch)
+    integration._on_workers(module)
+    return ActorRolloutRefWorker
+
+
+def test_each_role_gets_its_own_plan(worker_group):
+    worker = worker_group(ROPE, {"regions": "swiglu", "engine": "vllm_compiled"})
+    worker.init_model()
+    report = worker.rounding_align_report()
+    assert {role: (r["plan"], r["sites"]) for role, r in report.items()} == {
+        "actor": ("rope: hf_eager -> vllm_compiled_split", 2),
+        "ref": ("swiglu: hf_eager -> vllm_compiled", 2),
+    }
+
+
+@pytest.mark.parametrize("value", [..., "none", None])
+def test_a_worker_without_a_plan_uses_verls_engine(worker_group, registry, value):
+    worker = worker_group(value, value)
+    worker.init_model()
+    assert type(worker.actor.engine) is registry[1] and not isinstance(worker.ref.engine, integration.AlignedEngine)
+    assert worker.rounding_align_report()["actor"]["sites"] == 0
+
+
+def test_an_engine_hook_that_did_not_run_stops(worker_group):
+    worker = worker_group(ROPE, "none")
+    worker.hooked = False
+    with pytest.raises(RuntimeError) as error:
+        worker.init_model()
+    assert str(error.value) == (
+        f"{KEY} was asked for and TestEngine built its model without it (tested with verl 0.9.1)"
+    )
+
+
+def test_a_value_that_the_driver_has_not_checked_stops(worker_group):
+    with pytest.raises(RuntimeError) as error:
+        worker_group("rope", "none").init_model()
+    assert str(error.value) == (
+        f"{KEY}='rope' was not checked by the driver: verl_rounding_align must be installed where verl.trainer.main_ppo runs, "
+        "and VERL_USE_EXTERNAL_PLUGINS must not exclude it"
+    )
+
+
+def test_fused_kernels_leave_every_site_in_use():
+    """verl's fused language-model head replaces the outermost forward only, so the driver lets it pass."""
+    from verl.models.transformers.monkey_patch import patch_forward_with_backends
+
+    module = tiny("qwen3", layers=2)
+    cls, original = type(module), type(module).forward
+    try:
+        patch_forward_with_backends(module, use_fused_kernels=True, fused_kernels_backend="torch")
+        alignment = align(module, "all", backend="eager")
+        assert cls.forward is not original
+        module(input_ids=tokens(), temperature=1.0, return_dict=True)
+    finally:
+        cls.forward = original
+    assert alignment.idle() == []
+
+
+# ----------------------------------------------------------------------------------------------------- whole processes
+
+
+def drive(model, *overrides, **environment):
+    """Run verl's main with a bad value in a process of its own and return its output."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={model('qwen3')}"]
+    command += ["actor_rollout_ref.rollout.name=vllm", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1 and "ray init kwargs" not in run.stdout  # verl prints these before it starts Ray
+    return run.stdout + run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        dict(
+            VERL_USE_EXTERNAL_PLUGINS="none",
+            VERL_USE_EXTERNAL_MODULES="verl_rounding_align.integrations.verl_plugin",
+        ),
+    ],
+    ids=["entry point", "VERL_USE_EXTERNAL_MODULES"],
+)
+def test_verls_main_fails_in_the_driver(model, environment, tmp_path):
+    output = drive(model, f"+{KEY}=ropee", f"hydra.run.dir={tmp_path}", **environment)
+    assert f"ValueError: {ERRORS['unknown region'][1]}\n" in output
+
+
+@pytest.mark.slow
+def test_verls_main_without_the_plugin_refuses_the_key(model, tmp_path):
+    """Negative control of the entry point."""
+    output = drive(model, f"+{KEY}=ropee", f"hydra.run.dir={tmp_path}", VERL_USE_EXTERNAL_PLUGINS="none")
+    assert ERRORS["unknown region"][1] not in output
