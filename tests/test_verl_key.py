@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("verl")
-import torch  # noqa: E402
-from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: E402
-from hydra import compose, initialize_config_dir, initialize_config_module  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
-from tiny import tiny, tokens  # noqa: E402
+import torch
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from tiny import tiny, tokens
 
-from verl_rounding_align import align  # noqa: E402
-from verl_rounding_align.integrations import verl as integration  # noqa: E402
-from verl_rounding_align.plan import parse_plan  # noqa: E402
+from verl_rounding_align import align
+from verl_rounding_align.integrations import verl as integration
+from verl_rounding_align.plan import parse_plan
 
 pytestmark = pytest.mark.verl
 KEY = "actor_rollout_ref.actor.rounding_align"
@@ -450,9 +450,7 @@ def test_a_site_that_the_forward_does_not_reach_stops():
 @pytest.fixture
 def registry(monkeypatch):
     """Return verl's engine registry with stand-in engines for device `test`, vendor `maker`."""
-    from verl.workers.engine import EngineRegistry
-
-    from verl.workers.engine import BaseEngine
+    from verl.workers.engine import BaseEngine, EngineRegistry
 
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "test")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "maker")

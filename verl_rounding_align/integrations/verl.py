@@ -329,7 +329,9 @@ def _check_metrics(config) -> None:
     if value not in (None, True, False):
         raise ValueError(f"{METRICS_KEY}={value!r}: choose from true, false, null (null: on where there are log-probs)")
     if value is not None and not config.trainer.get("use_v1", False):
-        raise ValueError(f"{METRICS_KEY}={value!r}: only the V1 trainer reads it; set trainer.use_v1=True or leave it out")
+        raise ValueError(
+            f"{METRICS_KEY}={value!r}: only the V1 trainer reads it; set trainer.use_v1=True or leave it out"
+        )
     if value and _metrics_obstacle(config):
         raise ValueError(f"{METRICS_KEY}=True cannot be met: {_metrics_obstacle(config)}")
 

@@ -11,6 +11,4 @@ class VerlRoundingAlignSearchPath(SearchPathPlugin):
     """Append the package's overlays to the search path, behind the application's own configs."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(
-            provider="verl-rounding-align", path="pkg://verl_rounding_align.integrations.conf"
-        )
+        search_path.append(provider="verl-rounding-align", path="pkg://verl_rounding_align.integrations.conf")
