@@ -1,0 +1,165 @@
+"""Contract of the compiled backend: few graphs, whatever the lengths; the same model-level behaviour under sharding,
+checkpointing, LoRA, autocast and inference mode; backward keeps model-dtype inputs, not fp32 copies; an outer compile
+cannot delete rounding points."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_fsdp import wrap
+from tiny import same, step, tiny, tokens
+from torch._dynamo.utils import counters
+
+from verl_rounding_align import align, backend
+from verl_rounding_align.regions import REGIONS
+from verl_rounding_align.rounding import Rounding
+
+GROUPS = ("rope", "swiglu", "add_rms_norm+carry")
+
+
+@pytest.fixture
+def fresh():
+    """No compiled graph from another test."""
+    torch._dynamo.reset()
+    backend.compiled.cache_clear()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    backend.compiled.cache_clear()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def test_two_hundred_shapes_need_two_graphs_per_function(fresh):
+    """One with gradients, one without, per region function: rope, swiglu, add_rms_norm, and its halves add, rms_norm.
+    The first layer's norm reads the embedding in bf16, the others the fp32 stream: rms_norm and add_rms_norm count twice."""
+    model = tiny("qwen3", layers=2)
+    align(model, "all", engine="vllm_compiled", backend="compile")
+    shapes = random.Random(0)
+    functions = 5 + 2
+    for i in range(200):
+        ids = tokens(shapes.choice([1, 1, 2, 3, 5]), shapes.randrange(2, 120), seed=i)
+        if i % 2:
+            with torch.no_grad():
+                model(ids, use_cache=False)
+        else:
+            step(model, ids)
+        if i == 9:
+            early = graphs()
+    assert graphs() == early, "graphs go on growing with new shapes"
+    assert graphs() <= 2 * functions
+
+
+def saved_bytes(run) -> int:
+    """Return the bytes that autograd keeps for backward while ``run()`` computes, each storage once, inputs included."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = run()
+    total = sum(n for n, _ in kept.values())
+    assert out is not None
+    return total
+
+
+def test_backward_keeps_model_dtype_inputs_and_no_fp32_copies():
+    """Exact counts. N tokens of width H in bf16: swiglu keeps gate and up (4NH bytes), HF keeps gate, act and up (6NH)."""
+    n, h = 256, 64
+    gate, up = (torch.randn(n, h, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+
+    def aligned(how):
+        return lambda: backend.run(REGIONS["swiglu"].function, dict(gate=gate, up_=up), Rounding(), how)
+
+    assert saved_bytes(aligned("compile")) == 4 * n * h
+    assert saved_bytes(lambda: torch.nn.functional.silu(gate) * up) == 6 * n * h
+    assert saved_bytes(aligned("eager")) > 6 * n * h  # why regions are compiled
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_model_keeps_at_most_what_hf_keeps(group):
+    """Whole model, without checkpointing: bytes kept for backward, parameters excluded by subtraction on both sides."""
+    model, ids = tiny("qwen3", layers=2), tokens(2, 64)
+    hf = saved_bytes(lambda: model(ids, use_cache=False).logits)
+    align(model, group, engine="vllm_compiled", backend="compile")
+    assert saved_bytes(lambda: model(ids, use_cache=False).logits) <= hf
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_checkpointing_recomputes_the_same_values(reentrant):
+    model, ids = tiny("qwen3"), tokens()
+    align(model, "all", engine="vllm_compiled", backend="compile")
+    logits, gradients = step(model, ids)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    again, again_gradients = step(model, ids)
+    assert torch.equal(logits, again)
+    assert same(gradients, again_gradients)
+
+
+def test_autocast_and_inference_mode_change_nothing():
+    model, ids = tiny("qwen3"), tokens()
+    align(model, "all", engine="vllm_compiled", backend="compile")
+    logits = model(ids, use_cache=False).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(ids, use_cache=False).logits, logits)
+    with torch.inference_mode():
+        assert torch.equal(model(ids, use_cache=False).logits, logits)
+
+
+def test_lora_trains_through_compiled_regions():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(tiny("qwen3"), config).to(torch.bfloat16)
+    alignment = align(model, "all", engine="vllm_compiled", backend="compile")
+    _, gradients = step(model, tokens())
+    assert alignment.idle() == [] and len(gradients) == 2 * 7 * 3
+    assert all(g.isfinite().all() and g.any() for g in gradients.values())
+
+
+def sharded(rank: int, path: str):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    ids = tokens()
+    reference = tiny("qwen3")
+    align(reference, "all", engine="vllm_compiled", backend="compile")
+    logits, gradients = step(reference, ids)
+    model = tiny("qwen3").float()
+    align(model, "all", engine="vllm_compiled", backend="compile")
+    model = wrap(model, "fsdp2")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, use_cache=False).logits
+    out.float().logsumexp(-1).pow(2).mean().backward()
+    assert torch.equal(out, logits)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad.full_tensor().to(torch.bfloat16), gradients[name]), name
+    dist.destroy_process_group()
+
+
+def test_sharded_compiled_model_equals_the_unsharded_one(tmp_path):
+    mp.spawn(sharded, args=(str(tmp_path / "rendezvous"),), nprocs=2)
+
+
+def test_a_whole_model_compiled_by_the_user_keeps_the_points():
+    """The graph breaks around regions, so hf_eager's interior points survive an outer compile; with the regions visible
+    to it (the negative control) they do not."""
+    model = tiny("llama", layers=1).eval()
+    align(model, "swiglu", engine="hf_eager", backend="eager")
+    x = torch.randn(200, 64, dtype=torch.bfloat16)
+    mlp = model.model.layers[0].mlp
+    outer = torch.compile(mlp)
+    assert torch.equal(outer(x), mlp(x))
+
+    def visible(x):
+        return mlp.down_proj(REGIONS["swiglu"].function(mlp.gate_proj(x), mlp.up_proj(x), Rounding({"act"})))
+
+    assert not torch.equal(torch.compile(visible)(x), visible(x))

@@ -1,0 +1,86 @@
+"""Command line: subcommands, no logic. Each prints the rows that a tool returns."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Make the training side round where the inference engine rounds.",
+)
+
+Json = Annotated[str | None, typer.Option("--json", help="also write the rows, with versions, to this file")]
+Model = Annotated[str, typer.Option(help="folder (or hub name) with the model's config.json")]
+
+
+@app.callback()
+def _root() -> None:
+    """Make the training side round where the inference engine rounds."""
+
+
+@app.command()
+def presets(json: Json = None) -> None:
+    """List the engines: the rounding points each one stores, the releases covered, and what that rests on."""
+    from . import report
+    from .presets import PRESETS
+
+    rows = [
+        (
+            p.name,
+            report.points(p.points["attention"]),
+            report.points(p.points["mlp"]),
+            report.points(p.points["experts"]),
+            report.points(p.points["attn_add"]),
+            report.points(p.points["mlp_add"]),
+            "-".join(v or "" for v in p.versions) if p.engine else "",
+            ", ".join(f"{g} {e}" for g, e in p.evidence.items())
+            if len(set(p.evidence.values())) > 1
+            else next(iter(p.evidence.values())),
+        )
+        for p in PRESETS.values()
+    ]
+    columns = ("preset", "rope", "MLP", "experts", "add after attention", "add after MLP", "releases", "evidence")
+    report.show(report.table("Rounding points stored in the model dtype", columns, rows))
+    if json:
+        report.write_json(json, {"presets": [dict(zip(columns, row, strict=True)) for row in rows]})
+
+
+@app.command()
+def plan(
+    model: Model,
+    regions: Annotated[str, typer.Option(help="value of the key: rope, paper, all, a+b, ...")] = "rope",
+    engine: Annotated[
+        str | None, typer.Option(help="preset of the engine; else it is found from the options below")
+    ] = None,
+    vllm: Annotated[str | None, typer.Option(help="vLLM release of the rollout; default: the installed one")] = None,
+    device: Annotated[str, typer.Option(help="device of the rollout: cuda or cpu")] = "cuda",
+    eager: Annotated[
+        bool, typer.Option("--eager/--compiled", help="enforce_eager=True, or the compiled graph")
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Print what would be patched in a model for a rollout engine; loads no weights, starts nothing."""
+    from . import report
+    from .preview import preview
+
+    alignment = preview(model, regions, engine=engine, version=vllm, device=device, eager=eager)
+    rows = [(s.fqn, s.kind, report.points(s.before), report.points(s.after)) for s in alignment.sites]
+    columns = ("module", "site kind", "stored before", "stored after")
+    report.show(report.table(str(alignment), columns, rows))
+    if json:
+        payload = {"plan": str(alignment.plan), "sites": [dict(zip(columns, row, strict=True)) for row in rows]}
+        report.write_json(json, payload)
+
+
+def main() -> None:
+    """Run the command line; a ValueError is a message for the user: printed without a traceback, exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
