@@ -35,7 +35,9 @@ def make_tokenizer(folder: Path) -> None:
 def make_model(folder: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),

@@ -4,13 +4,14 @@ verl with Ray, an FSDP2 actor, a reference model and compiled vLLM rollouts trai
 show that its weights reached the engine at every step and that the alignment asked for is on. The table goes to the
 terminal and to summary.json, summary.md and summary.png in the output folder; verl's own output is in <arm>/train.log.
 
-A random model this small shows little of the effect of alignment: what this shows is that everything runs.
+A random model this small shows little of the effect of alignment (NOTE below): what this shows is that everything runs.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -26,9 +27,9 @@ STEPS = 12
 CLIP = 0.2
 STALL = 420  # seconds without a finished step, start included, after which a run counts as hanging
 NOTE = (
-    "A random model of this size shows little of the effect of alignment; the differences between these arms are "
-    "mostly noise. This run shows that alignment, weight synchronisation and metrics work; measure the effect on "
-    "pretrained weights."
+    "A random model this small shows little of the effect of alignment: its mismatch is far too small in every arm to "
+    "change what is learned, and the rewards of the arms differ by chance. What this run shows is that alignment, weight "
+    "synchronisation and metrics work; measure the effect on pretrained weights."
 )
 
 
@@ -186,6 +187,18 @@ def check_weights(rows: list[dict]) -> None:
             )
 
 
+def proof(arm: str, log: Path) -> str:
+    """The line in which the actor's worker says what it has aligned, `none` for the arm none.
+
+    Raises:
+        RuntimeError: if the line is not there, or is there for the arm none.
+    """
+    found = re.findall(r"rounding_align: (.*) \(actor, rank 0\)", log.read_text(errors="replace"))
+    if len(found) != (arm != "none"):
+        raise RuntimeError(f"rounding_align={arm}: {len(found)} lines of proof from the actor in {log}")
+    return found[0] if found else "none"
+
+
 def check_sites(arm: str, rows: list[dict]) -> None:
     """Raise RuntimeError unless every step reports the same number of aligned modules, none only for the arm none."""
     sites = {row["rounding_align/sites_actor"] for row in rows}
@@ -200,6 +213,7 @@ class Summary:
     """
 
     arm: str
+    plan: str
     steps: int
     reward_first: float
     reward_last: float
@@ -209,12 +223,13 @@ class Summary:
     seconds_per_step: float
 
 
-def summarise(arm: str, rows: list[dict]) -> Summary:
+def summarise(arm: str, plan: str, rows: list[dict]) -> Summary:
     check_sites(arm, rows)
     check_weights(rows)
     n = len(rows)
     return Summary(
         arm=arm,
+        plan=plan,
         steps=n,
         reward_first=rows[0]["critic/rewards/mean"],
         reward_last=rows[-1]["critic/rewards/mean"],
@@ -259,7 +274,10 @@ def write(summaries: list[Summary], rows: dict[str, list[dict]], seconds: float,
     table = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, summaries)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
     made_with = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    (out / "summary.md").write_text(f"{text}\n\n{NOTE}\n\n{record['device']}; {made_with}; {record['seconds']} s.\n")
+    plans = "\n".join(f"- {s.arm}: {s.plan}" for s in summaries)
+    (out / "summary.md").write_text(
+        f"{text}\n\n{plans}\n\n{NOTE}\n\n{record['device']}; {made_with}; {record['seconds']} s.\n"
+    )
 
     from matplotlib.figure import Figure
 
@@ -315,10 +333,12 @@ def main() -> None:
                 progress.update(task, completed=row["step"], state=f"reward {reward:.3f}, mismatch_k3 {mismatch:.1e}")
 
             rows[arm] = train(arm, args.steps, out / arm, assets, show)
-            summaries.append(summarise(arm, rows[arm]))
+            summaries.append(summarise(arm, proof(arm, out / arm / "train.log"), rows[arm]))
     write(summaries, rows, time.monotonic() - start, out)
 
-    table = Table(*COLUMNS)
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=" " not in column)
     for s in summaries:
         table.add_row(*cells(s))
     console.print(table)
