@@ -586,6 +586,17 @@ def test_fused_kernels_leave_every_site_in_use():
 # ----------------------------------------------------------------------------------------------------- whole processes
 
 
+def test_the_entry_point_imports_the_standard_library_only():
+    """Cost of `import verl` without the key; recipes/import_time measures it."""
+    code = "import sys, verl_rounding_align.integrations.verl_plugin; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name for name in run.stdout.split() if name.startswith("verl_rounding_align")}
+    assert loaded == {"verl_rounding_align", "verl_rounding_align.integrations"} | {
+        f"verl_rounding_align.integrations.{name}" for name in ("_postimport", "verl", "verl_plugin")
+    }
+    assert not {"torch", "omegaconf", "packaging", "verl"} & set(run.stdout.split())
+
+
 def drive(model, *overrides, **environment):
     """Run verl's main with a bad value in a process of its own and return its output."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={model('qwen3')}"]
