@@ -1,0 +1,1 @@
+"""Tools that measure: each returns rows (frozen dataclasses); ``report.py`` renders them."""
