@@ -534,7 +534,8 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Run torch with ``number`` CPU threads; None leaves its setting."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -657,7 +658,7 @@ def run_overhead(
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch sees no CUDA device here")
     arms = [aligned(regions, engine, how) for regions in plans for how in region_backends]
-    with _threads(threads):
+    with cpu_threads(threads):
         label, lm = build(model, shape, family, layers, device, seed)
         if checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -788,7 +789,7 @@ def run_alternatives(
     arms = [aligned(regions, engine, "compile") for regions in plans]
     arms += [whole_model_compile(), whole_model_compile(emulate=True), fp32_head()]
     out = []
-    with _threads(threads):
+    with cpu_threads(threads):
         label, lm = build(model, shape, family, layers, device, seed)
         bench = _Bench.make(lm, "model", tokens, device, seed=seed)
         draw = random.Random(seed)

@@ -1,0 +1,248 @@
+"""Contract of the overhead tool: statistics that can be checked by hand, a refusal where the spread hides the effect,
+exact byte counts, a row for every arm, scope and phase, and a GPU script whose logic runs on a CPU. Nothing here asserts
+on a measured time."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny
+from transformers import AutoModelForCausalLM
+
+from verl_rounding_align import report
+from verl_rounding_align.measure import overhead
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "overhead"
+
+
+# statistics
+
+
+def test_the_estimate_is_the_median_of_paired_ratios_not_the_ratio_of_medians():
+    """Ratios 2, 2, 2, 1.1, 1.1: median 2, though the medians are 10 and 11. Medians of resampled pairs are 1.1 or 2, each
+    in more than 2.5 % of resamples, so the interval is 1.1-2."""
+    c = overhead.compare([1, 1, 10, 10, 10], [2, 2, 20, 11, 11])
+    assert (c.baseline_s, c.variant_s, c.ratio) == (10, 11, 2)
+    assert (c.low, c.high) == (1.1, 2) and c.spread == 2 - 1.1
+    assert c.verdict == "2.000x (95 %: 1.100-2.000)"
+
+
+def test_a_refused_ratio_says_effect_and_spread():
+    """Ratios 2, 1, 1, 1, 2: median 1; medians of resamples are 1 or 2."""
+    c = overhead.compare([1, 2, 3, 4, 5], [2, 2, 3, 4, 10])
+    assert (c.ratio, c.low, c.high, c.spread) == (None, 1, 2, 1)
+    assert c.verdict == "no ratio: effect 0.0 % is within the spread 100.0 % (95 %: 1.000-2.000)"
+
+
+def test_spread_of_samples_is_their_interquartile_range_over_their_median():
+    c = overhead.compare([1, 2, 3, 4, 5], [10, 10, 10, 10, 10])
+    assert c.baseline_iqr == (4 - 2) / 3 and c.variant_iqr == 0
+
+
+@pytest.mark.parametrize(
+    "ratios, seen",
+    [
+        ([0.90, 0.91, 0.92, 0.91, 0.90], True),
+        ([1.10, 1.11, 1.12, 1.11, 1.10], True),
+        ([0.90, 0.99, 1.05, 0.97, 1.01], False),  # on both sides of 1
+        ([0.70, 0.98, 0.98, 0.98, 0.99], False),  # on one side, but the interval is longer than the effect
+    ],
+)
+def test_a_ratio_is_given_only_where_the_effect_exceeds_the_spread(ratios, seen):
+    c = overhead.compare([1.0] * 5, ratios)
+    assert (c.ratio is not None) is seen
+    assert (abs(sorted(ratios)[2] - 1) > c.spread) is seen
+    assert c.verdict.startswith("no ratio: effect ") is not seen
+    assert c.low <= sorted(ratios)[2] <= c.high
+    assert (c.baseline_samples, c.variant_samples) == ((1.0,) * 5, tuple(ratios))
+
+
+def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
+    """200 experiments of 15 pairs with lognormal noise, true median ratio 0.9. A percentile interval of a median of 15
+    covers 95 % nominally; 170 of 200 is five binomial standard deviations (3.1) below 190."""
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for _ in range(200):
+        noise = torch.exp(0.05 * torch.randn(2, 15, generator=generator, dtype=torch.float64))
+        c = overhead.compare(noise[0].tolist(), (0.9 * noise[1]).tolist(), resamples=500)
+        hits += c.low <= 0.9 <= c.high
+    assert 170 < hits < 200
+
+
+def test_too_few_pairs_are_refused():
+    for run in (lambda: overhead.compare([1] * 4, [1] * 4), lambda: overhead.run_overhead(shape="qwen3-8b", pairs=4)):
+        with pytest.raises(ValueError) as error:
+            run()
+        assert str(error.value) == "pairs=4: at least 5 complete pairs are needed for an interval"
+
+
+# memory
+
+
+def test_saved_bytes_count_each_storage_once_and_no_parameter():
+    """y = (x w)^2 of x (8, 4), w (4, 4), fp32: matmul keeps x and w, the square keeps the product. x 128, w 64, product
+    128 bytes; a second reader of x and a view of it add nothing."""
+    x, w = torch.ones(8, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+
+    def run():
+        return (x @ w).pow(2).sum()
+
+    assert overhead.saved_bytes(run) == 128 + 64 + 128
+    assert overhead.saved_bytes(run, exclude=[w]) == 128 + 128
+    assert overhead.saved_bytes(lambda: run() + x.pow(2).sum() + x[:2].pow(2).sum(), exclude=[w]) == 128 + 128
+    assert overhead.saved_bytes(lambda: run() + x.exp().sum(), exclude=[w]) == 128 + 128 + 128
+    with torch.no_grad():
+        assert overhead.saved_bytes(run) == 0
+
+
+def test_counting_saved_bytes_keeps_no_tensor_alive_and_leaves_gradients_right():
+    x = torch.ones(8, requires_grad=True)
+    outputs = []
+    overhead.saved_bytes(lambda: outputs.append(x.exp()) or outputs[0])  # exp keeps its own output
+    (outputs[0].sum()).backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_peak_bytes_is_the_highest_sum_of_live_allocations():
+    """1000 + 2000 floats live together, then 2000 are freed before 500 more: peak 12000 bytes, not 14000, not 6000."""
+
+    def run():
+        a, b = torch.empty(1000), torch.empty(2000)
+        del b
+        return a, torch.empty(500)
+
+    assert overhead.peak_bytes(run, "cpu") == 12000
+
+
+# shapes
+
+
+# total parameters as the model cards state them (safetensors index; tied heads once)
+PARAMETERS = {
+    "smollm2-135m": 134_515_008,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+}
+
+
+@pytest.mark.parametrize("shape", overhead.SHAPES)
+def test_a_shape_has_the_published_number_of_parameters(shape):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(overhead.shape_config(shape))
+    model.tie_weights()
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[shape]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            dict(shape="qwen"),
+            "shape='qwen': unknown shape 'qwen'; choose from smollm2-135m, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, "
+            "deepseek-r1-distill-qwen-1.5b",
+        ),
+        (
+            dict(shape="qwen3-8b", family="qwen3_moe"),
+            "family='qwen3_moe': shapes are dense; measure a mixture of experts with --model",
+        ),
+        (
+            dict(shape="qwen3-8b", family="gemma2"),
+            "family='gemma2': unsupported model family 'gemma2'; choose from llama, mistral, qwen2, qwen3, qwen3_moe",
+        ),
+        (dict(), "give either a model (folder or hub name) or a shape (with or without a family)"),
+        (dict(model="m", shape="s"), "give either a model (folder or hub name) or a shape (with or without a family)"),
+        (
+            dict(shape="qwen3-8b", phases=["backward"]),
+            "phase='backward': unknown phase 'backward'; choose from forward, forward_backward, step",
+        ),
+        (dict(shape="qwen3-8b", scopes=["mlp"]), "scope='mlp': unknown scope 'mlp'; choose from layers, model"),
+        (
+            dict(shape="qwen3-8b", region_backends=["triton"]),
+            "backend='triton': unknown backend 'triton'; choose from compile, eager",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_the_choices(arguments, message):
+    with pytest.raises(ValueError) as error:
+        overhead.run_overhead(**arguments)
+    assert str(error.value) == message
+
+
+def test_a_shape_runs_as_another_family_and_with_fewer_layers():
+    config = overhead.shape_config("qwen3-0.6b", family="llama", layers=4)
+    assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", 4, 1024)
+
+
+# rows
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows of a tiny model: two plans, both backends, both scopes, every phase, checkpointing off."""
+    arms = [overhead.aligned(p, "vllm_compiled", b) for p in ("rope", "all") for b in ("compile", "eager")]
+    model = tiny("qwen3", layers=2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with overhead.cpu_threads(1):  # two threads that spin for each other are slow on a busy machine
+        out = overhead.measure(model, "tiny", arms, tokens=48, pairs=5, warmup=1, progress=False)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert not any("forward" in m.__dict__ for m in model.modules()), "the model was not given back its forwards"
+    return out
+
+
+def test_there_is_a_row_for_every_arm_scope_and_phase(rows):
+    keys = {(r.arm, r.backend, r.scope, r.phase) for r in rows}
+    assert len(keys) == len(rows) == 2 * 2 * 2 * 3
+    for r in rows:
+        assert len(r.timing.baseline_samples) == len(r.wall.variant_samples) == 5
+        assert (r.clock, r.threads) == ("process", 1) and r.baseline == "none"
+        assert (r.memory is None) == (r.phase != "forward_backward")
+    assert {r.plan for r in rows} == {
+        "rope: hf_eager -> vllm_compiled",
+        "rope+swiglu+add_rms_norm+carry: hf_eager -> vllm_compiled",
+    }
+
+
+def test_compiled_regions_keep_less_for_backward_and_eager_ones_keep_more(rows):
+    counted = [r for r in rows if r.phase == "forward_backward"]
+    assert all((r.saved_ratio < 1) == (r.backend == "compile") for r in counted), [
+        (r.arm, r.backend, r.scope, r.saved_ratio) for r in counted
+    ]
+    assert all((r.peak_ratio < 1) == (r.backend == "compile") for r in counted)
+
+
+def test_rows_become_a_table_and_json(rows, tmp_path):
+    table = overhead.render(rows)
+    assert table.row_count == len(rows)
+    report.write_json(tmp_path / "rows.json", {"rows": [r.as_dict() for r in rows]})
+    read = json.loads((tmp_path / "rows.json").read_text())
+    assert read["versions"]["torch"] == torch.__version__
+    assert [r["verdict"] for r in read["rows"]] == [r.verdict for r in rows]
+    assert [r["timing"]["ratio"] for r in read["rows"]] == [r.timing.ratio for r in rows]
+
+
+def test_a_site_that_never_runs_is_an_error():
+    arm, model = overhead.aligned("rope", "vllm_compiled", "eager"), tiny("llama", layers=1)
+    with pytest.raises(AssertionError, match="sites that were patched and never ran"), arm.enter(model, "model"):
+        pass
+
+
+def test_fp32_head_multiplies_in_fp32():
+    model = tiny("llama", layers=1)
+    ids = torch.arange(7)[None]
+    with overhead.fp32_head().enter(model, "model") as call, torch.no_grad():
+        out = call(ids)
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, hidden.double().matmul(model.lm_head.weight.double().T).float())
+    assert not torch.equal(out, model(ids, use_cache=False).logits.float())
