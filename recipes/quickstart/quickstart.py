@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 ARMS = ("none", "rope", "all")
 STEPS = 12
 CLIP = 0.2
-STALL = 420  # seconds without a finished step, start included, after which a run counts as hanging
+STALL = 600  # seconds without a finished step, start included, after which a run counts as hanging
 NOTE = (
     "A random model this small shows little of the effect of alignment: its mismatch is far too small in every arm to "
     "change what is learned, and the rewards of the arms differ by chance. What this run shows is that alignment, weight "
