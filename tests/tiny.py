@@ -26,7 +26,7 @@ def tiny(model_type: str, layers: int = 3, dtype: torch.dtype = torch.bfloat16, 
         max_position_embeddings=256,
         **{**EXTRA.get(model_type, {}), **kwargs},
     )
-    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()  # not .to(dtype): it would round inv_freq
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ app = typer.Typer(
     help="Make the training side round where the inference engine rounds.",
 )
 
+ARMS = "rope,swiglu,add_rms_norm,carry,paper,all"
 Json = Annotated[str | None, typer.Option("--json", help="also write the rows, with versions, to this file")]
 Model = Annotated[str, typer.Option(help="folder (or hub name) with the model's config.json")]
 
@@ -75,6 +77,25 @@ def plan(
     if json:
         payload = {"plan": str(alignment.plan), "sites": [dict(zip(columns, row, strict=True)) for row in rows]}
         report.write_json(json, payload)
+
+
+@app.command()
+def gap(
+    model: Annotated[str, typer.Option(help="folder of a Transformers checkpoint with a tokenizer")],
+    out: Annotated[
+        Path, typer.Option(help="folder for rollouts, log-probs and the report; an interrupted run resumes")
+    ],
+    regions: Annotated[str, typer.Option(help="values of the key, comma-separated, or 'subsets' for all 15")] = ARMS,
+    mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
+    tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
+    prompts: Annotated[Path | None, typer.Option(help="one prompt a line; default: 48 that come along")] = None,
+    device: Annotated[str, typer.Option(help="device vLLM runs on: cuda or cpu; selects the preset")] = "cpu",
+    backend: Annotated[str, typer.Option(help="how regions run: auto, compile or eager")] = "auto",
+) -> None:
+    """Measure the gap with fixed weights: vLLM generates, the trainer scores the same tokens, unaligned and aligned."""
+    from .measure.run_gap import run_gap
+
+    run_gap(model, out, regions.split(","), mode, tokens, prompts, device, backend)
 
 
 def main() -> None:
