@@ -27,9 +27,9 @@ STEPS = 12
 CLIP = 0.2
 STALL = 600  # seconds without a finished step, start included, after which a run counts as hanging
 NOTE = (
-    "A random model this small shows little of the effect of alignment: its mismatch is far too small in every arm to "
-    "change what is learned, and the rewards of the arms differ by chance. What this run shows is that alignment, weight "
-    "synchronisation and metrics work; measure the effect on pretrained weights."
+    "A random model this small shows little of the effect of alignment: its mismatch is tiny in every arm, and one short "
+    "run per arm says nothing about rewards. What this shows is that alignment, weight synchronisation and metrics work; "
+    "measure the effect on pretrained weights."
 )
 
 
@@ -338,7 +338,7 @@ def main() -> None:
 
     table = Table()
     for column in COLUMNS:
-        table.add_column(column, no_wrap=" " not in column)
+        table.add_column(column, min_width=max(map(len, column.split())))
     for s in summaries:
         table.add_row(*cells(s))
     console.print(table)
