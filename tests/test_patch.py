@@ -244,7 +244,7 @@ def test_lora_is_aligned_inside_peft():
     def lora():
         torch.manual_seed(3)
         config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        model = peft.get_peft_model(tiny("qwen3"), config).to(torch.bfloat16)
+        model = peft.get_peft_model(tiny("qwen3"), config, autocast_adapter_dtype=False)
         return model
 
     model = lora()
@@ -261,9 +261,25 @@ def test_lora_is_aligned_inside_peft():
     align(base, "all", engine="vllm_compiled", backend="eager")
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    after = peft.get_peft_model(base, config).to(torch.bfloat16)
+    after = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     after.load_state_dict(model.state_dict())
     assert torch.equal(after(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_rotary_frequencies_rounded_by_a_cast_of_the_model_are_restored(model_type):
+    """verl 0.9 casts the whole module: ``.to(bf16)`` also rounds inv_freq, which engines keep in fp32."""
+    clean, cast, ids = tiny(model_type), tiny(model_type).to(torch.bfloat16), tokens(2, 60)
+    rounded = cast(ids).logits
+    assert not torch.equal(rounded, clean(ids).logits)
+    assert str(align(clean, "rope", backend="eager")).endswith("hf_eager -> vllm_compiled")
+    alignment = align(cast, "rope", backend="eager")
+    assert str(alignment).endswith("hf_eager -> vllm_compiled; rotary frequencies were bfloat16, restored to float32")
+    assert torch.equal(cast(ids).logits, clean(ids).logits)
+    alignment.undo()
+    assert torch.equal(cast(ids).logits, rounded)
+    assert align(cast, "all", engine="hf_eager", backend="eager").notes == []
+    assert torch.equal(cast(ids).logits, rounded)
 
 
 def test_autocast_over_bf16_parameters_changes_nothing():
