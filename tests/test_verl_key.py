@@ -347,6 +347,15 @@ def test_other_releases_of_verl_are_refused(updated, monkeypatch):
     )
 
 
+def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    with pytest.raises(ValueError) as error:
+        validate(updated(f"+{KEY}=rope"))
+    assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.0,<6.0"
+
+
 @pytest.mark.parametrize(
     "overrides, eager",
     [
@@ -565,6 +574,21 @@ def test_a_value_that_the_driver_has_not_checked_stops(worker_group):
         f"{KEY}='rope' was not checked by the driver: verl_rounding_align must be installed where verl.trainer.main_ppo runs, "
         "and VERL_USE_EXTERNAL_PLUGINS must not exclude it"
     )
+
+
+def test_the_hooks_reach_the_installed_verl():
+    """The entry point is installed, and each hook has found what it changes, with verl's own marks left on it."""
+    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.config import validate_config
+    from verl.utils.debug.metrics import calculate_debug_metrics
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    hooked = [PPOTrainer._setup, PPOTrainer._compute_metrics, validate_config, calculate_debug_metrics]
+    assert all(function._rounding_align for function in [*hooked, ActorRolloutRefWorker.init_model])
+    marks = getattr(ActorRolloutRefWorker.init_model, MAGIC_ATTR)
+    assert marks == getattr(ActorRolloutRefWorker.init_model.__wrapped__, MAGIC_ATTR)
+    assert getattr(ActorRolloutRefWorker.rounding_align_report, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
 
 
 def test_fused_kernels_leave_every_site_in_use():

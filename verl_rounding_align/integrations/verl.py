@@ -130,8 +130,9 @@ def _check_run(config) -> None:
         )
     if not config.trainer.get("use_v1", False):
         raise ValueError(f"trainer.use_v1=False: {KEY} works with the V1 trainer; set trainer.use_v1=True")
-    from .. import families
+    from .. import families, patch
 
+    patch._check_transformers()
     path = config.actor_rollout_ref.model.get("hf_config_path") or config.actor_rollout_ref.model.path
     model_type = _model_type(path)
     if model_type is None:
