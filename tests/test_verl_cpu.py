@@ -47,9 +47,10 @@ def test_without_the_variable_verl_knows_no_cpu_platform():
 
 
 def test_with_the_variable_verl_runs_on_the_cpu():
-    """Platform and engine come with `import verl`; the process group, which verl's own code cannot make, is made."""
+    """Platform and engine come with `import verl`; FSDP1 is refused; a process group, beyond verl's own code, is made."""
     out = python(
         """
+        import types
         import torch, verl
         from verl.utils import distributed
         from verl.utils.device import get_device_id, get_device_name, get_torch_device
@@ -62,6 +63,12 @@ def test_with_the_variable_verl_runs_on_the_cpu():
         for strategy in ("fsdp", "fsdp2"):
             classes = EngineRegistry.get_engine_cls("language_model", strategy).__mro__
             print("CPUFSDPEngineWithLMHead" in [c.__name__ for c in classes])
+        engine = classes[0].__new__(classes[0])
+        engine.engine_config = types.SimpleNamespace(strategy="fsdp")
+        try:
+            engine._build_fsdp_module(None)
+        except NotImplementedError as error:
+            print(error)
         init = distributed.initialize_global_process_group_ray
         try:
             init.__wrapped__()
@@ -76,7 +83,12 @@ def test_with_the_variable_verl_runs_on_the_cpu():
         RANK="0",
         WORLD_SIZE="1",
     )
-    assert out.splitlines() == ["cpu cpu False", "True", "True", "True", "verl's own: True", "cpu:gloo"]
+    refusal = (
+        "VERL_PLATFORM=cpu runs strategy='fsdp2', not 'fsdp': FSDP1 as verl sets it up (sync_module_states) "
+        "needs parameters on an accelerator"
+    )
+    found = out.splitlines()
+    assert found == ["cpu cpu False", "True", "True", "True", refusal, "verl's own: True", "cpu:gloo"]
 
 
 def test_log_probs_are_fp32_as_on_cuda():

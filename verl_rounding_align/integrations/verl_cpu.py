@@ -8,8 +8,8 @@ the SFT trainer, asynchronous trainers.
   for one rank here; declare as many as there are ranks (`+ray_kwargs.ray_init.num_gpus=1`).
 - The engine: CUDA autocast computes log_softmax, exp and sum of bf16 logits in fp32, CPU autocast does not. Log-probs
   in bf16 would swamp the gap between trainer and rollout, so logits become fp32 before verl makes log-probs of them.
-- FSDP1: `sync_module_states=True`, which verl sets, demands parameters on an accelerator. It is switched off for one
-  rank, where there is nothing to synchronise, and refused for more. Prefer `strategy=fsdp2`.
+- FSDP1 is refused: verl sets `sync_module_states=True`, which demands parameters on an accelerator, and names devices by
+  an index that a CPU does not have. Use `strategy=fsdp2`.
 
 Every change to verl checks what it relies on and raises ImportError where that is not there.
 """
@@ -192,13 +192,19 @@ def _register_engine(module: ModuleType) -> None:
         """verl's FSDP engine with fp32 logits, and without what needs an accelerator."""
 
         def _build_fsdp_module(self, model):
-            wrappers = {"CPUOffloadPolicy": _unpinned(module.CPUOffloadPolicy), "FSDP": _unsynchronised(module.FSDP)}
-            originals = {name: getattr(module, name) for name in wrappers}
-            vars(module).update(wrappers)
+            strategy = self.engine_config.strategy
+            if strategy != "fsdp2":
+                raise NotImplementedError(
+                    f"VERL_PLATFORM=cpu runs strategy='fsdp2', not {strategy!r}: FSDP1 as verl sets it up "
+                    "(sync_module_states) needs parameters on an accelerator"
+                )
+            # For a reference model verl asks for offloading with pinned memory, which needs an accelerator.
+            policy = module.CPUOffloadPolicy
+            module.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
             try:
                 return super()._build_fsdp_module(model)
             finally:
-                vars(module).update(originals)
+                module.CPUOffloadPolicy = policy
 
         def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
             if getattr(output, "logits", None) is None:
@@ -211,23 +217,3 @@ def _register_engine(module: ModuleType) -> None:
     module.EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(
         CPUFSDPEngineWithLMHead
     )
-
-
-def _unpinned(policy: type) -> Callable:
-    """FSDP2's offload policy for the reference model without pinned memory, which needs an accelerator."""
-    return lambda pin_memory=True: policy(pin_memory=False)
-
-
-def _unsynchronised(fsdp: type) -> type:
-    """FSDP1 that does not broadcast initial states: with one rank there is nothing to broadcast."""
-
-    class FSDP(fsdp):
-        def __new__(cls, module, *args, **kwargs):
-            ranks = torch.distributed.get_world_size()
-            if ranks != 1:
-                raise NotImplementedError(
-                    f"VERL_PLATFORM=cpu runs strategy=fsdp on one rank, not on {ranks}: use fsdp2"
-                )
-            return fsdp(module, *args, **{**kwargs, "sync_module_states": False})
-
-    return FSDP
