@@ -176,7 +176,7 @@ def align(
         plan = parse_plan(plan, engine=engine, key=key)
     if backend not in backends.BACKENDS:
         backends.resolve(backend, "cpu")  # raises
-    _check_transformers()
+    check_transformers()
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or model._compiled_call_impl is not None:
         raise ValueError(
             f"{key}={str(plan)!r}: the model is compiled as a whole, which may delete interior rounding points; "
@@ -222,7 +222,8 @@ def _restore_frequencies(rotary: nn.Module, alignment: Alignment) -> None:
     alignment.notes.append(f"rotary frequencies were {str(dtype).removeprefix('torch.')}, restored to float32")
 
 
-def _check_transformers() -> None:
+def check_transformers() -> None:
+    """Raise ValueError unless the installed Transformers is a release that the patch is written for."""
     low, high = families.TRANSFORMERS
     if not Version(low) <= Version(transformers.__version__) < Version(high):
         raise ValueError(

@@ -132,7 +132,7 @@ def _check_run(config) -> None:
         raise ValueError(f"trainer.use_v1=False: {KEY} works with the V1 trainer; set trainer.use_v1=True")
     from .. import families, patch
 
-    patch._check_transformers()
+    patch.check_transformers()
     path = config.actor_rollout_ref.model.get("hf_config_path") or config.actor_rollout_ref.model.path
     model_type = _model_type(path)
     if model_type is None:
