@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,20 @@ class ModelSpec:
     dtype: torch.dtype = torch.bfloat16
     qk_norm: bool = False
     expert_size: int | None = None
+
+    def fewer(self) -> ModelSpec:
+        """Return the spec with fewer heads and narrower MLPs, of which every head and column rounds alike.
+
+        What a norm reads (``head_dim``, ``hidden_size``) stays; widths keep their remainder to 64, where kernels have
+        tails. Experts are widened to the multiple of 32 that vLLM's CPU kernel pads to.
+        """
+        return replace(
+            self,
+            heads=min(self.heads, 3),
+            kv_heads=min(self.kv_heads, 1),
+            intermediate_size=min(self.intermediate_size, 256 + self.intermediate_size % 64),
+            expert_size=self.expert_size and min(-(-self.expert_size // 32) * 32, 256),
+        )
 
     @classmethod
     def from_config(cls, config, key: str = "model_type") -> ModelSpec:

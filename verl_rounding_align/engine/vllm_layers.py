@@ -82,8 +82,13 @@ def _environment(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def engine_config(mode: str) -> VllmConfig:
+def engine_config(mode: str, split: bool = False) -> VllmConfig:
     """Return vLLM's own config for ``compiled`` (its default) or ``eager`` (what ``enforce_eager=True`` sets).
+
+    Args:
+        mode: one of ``MODES``.
+        split: use vLLM's piecewise backend, graph split at attention and IR ops lowered by its pass, on a platform where
+            vLLM compiles one whole graph by default (CPU). Where it splits anyway (CUDA) this changes nothing.
 
     Raises:
         ValueError: unknown mode, with the legal ones.
@@ -96,8 +101,12 @@ def engine_config(mode: str) -> VllmConfig:
             compilation_config=CompilationConfig(cudagraph_mode="NONE", **options),
             device_config=DeviceConfig(current_platform.device_type),
         )
-    if config.compilation_config.splitting_ops:  # the graph is split at attention: split at the stand-in, too
-        config.compilation_config.splitting_ops.append(_ATTENTION)
+    compilation = config.compilation_config
+    if split and mode == "compiled" and compilation.mode != CompilationMode.VLLM_COMPILE:
+        compilation.mode, compilation.ir_enable_torch_wrap = CompilationMode.VLLM_COMPILE, True
+        compilation.compile_sizes, compilation.splitting_ops = [], list(CompilationConfig._attention_ops)
+    if compilation.splitting_ops:  # the graph is split at attention: split at the stand-in, too
+        compilation.splitting_ops.append(_ATTENTION)
     return config
 
 
