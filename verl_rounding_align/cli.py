@@ -80,6 +80,69 @@ def plan(
 
 
 @app.command()
+def probe(
+    model: Annotated[str | None, typer.Option(help="folder or hub name with a config.json")] = None,
+    family: Annotated[str | None, typer.Option(help="instead of a model: a family's default config")] = None,
+    engine: Annotated[str, typer.Option(help="engine whose layers are run")] = "vllm",
+    mode: Annotated[str, typer.Option(help="compiled, eager or both")] = "both",
+    json: Json = None,
+) -> None:
+    """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match."""
+    from . import report
+    from .engine import probe_vllm
+
+    rows = probe_vllm.run_probe(model, family, engine, mode)
+    report.show(probe_vllm.render(rows))
+    if json:
+        Path(json).parent.mkdir(parents=True, exist_ok=True)
+        Path(json).write_text(probe_vllm.to_json(rows, versions=report.versions()) + "\n")
+    raise typer.Exit(probe_vllm.exit_code(rows))
+
+
+@app.command()
+def overhead(
+    model: Annotated[str | None, typer.Option(help="folder or hub name of a model with weights")] = None,
+    shape: Annotated[str | None, typer.Option(help="random weights in these sizes, e.g. qwen3-1.7b")] = None,
+    family: Annotated[str | None, typer.Option(help="with --shape: another family in those sizes")] = None,
+    layers: Annotated[int | None, typer.Option(help="decoder layers; default: all")] = None,
+    tokens: Annotated[int, typer.Option(help="tokens per sample, one sequence")] = 1024,
+    plans: Annotated[str, typer.Option("--plan", help="values of the key, comma-separated")] = ARMS,
+    engine: Annotated[str, typer.Option(help="preset of the engine")] = "vllm_compiled",
+    backends: Annotated[
+        str, typer.Option("--backend", help="compile, eager, or both comma-separated")
+    ] = "compile,eager",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 measures process CPU time")] = None,
+    pairs: Annotated[int, typer.Option(help="timed pairs of unaligned and aligned")] = 7,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="checkpoint decoder layers")] = False,
+    json: Json = None,
+) -> None:
+    """Measure what alignment costs: interleaved with the unaligned model, ratios with intervals, memory kept."""
+    from dataclasses import asdict
+
+    from . import report
+    from .measure.overhead import render, run_overhead
+
+    rows = run_overhead(
+        model,
+        shape,
+        family,
+        plans.split(","),
+        engine,
+        backends.split(","),
+        layers=layers,
+        tokens=tokens,
+        device=device,
+        threads=threads,
+        pairs=pairs,
+        checkpointing=checkpointing,
+    )
+    report.show(render(rows))
+    if json:
+        report.write_json(json, {"rows": [asdict(row) for row in rows]})
+
+
+@app.command()
 def gap(
     model: Annotated[str, typer.Option(help="folder of a Transformers checkpoint with a tokenizer")],
     out: Annotated[
