@@ -306,6 +306,7 @@ def main() -> None:
     args = parser.parse_args()
     arms, out = args.arms.split(","), args.out.resolve()
 
+    from rich import box
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
@@ -336,7 +337,7 @@ def main() -> None:
             summaries.append(summarise(arm, proof(arm, out / arm / "train.log"), rows[arm]))
     write(summaries, rows, time.monotonic() - start, out)
 
-    table = Table()
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
     for column in COLUMNS:
         table.add_column(column, min_width=max(map(len, column.split())))
     for s in summaries:
