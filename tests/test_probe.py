@@ -237,6 +237,16 @@ def test_run_probe_errors(arguments, message):
     assert str(error.value) == message
 
 
+def test_a_missing_engine_and_a_missing_config_are_named(monkeypatch):
+    with pytest.raises(ValueError, match=r"^model='no/such': no config found: "):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        ModelSpec.from_model("no/such")
+    monkeypatch.setattr(probe_vllm.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError) as error:
+        probe_vllm.run_probe(family="qwen3")
+    assert str(error.value) == "engine='vllm': vllm is not installed in this environment; the probe runs its layers"
+
+
 def test_spec_is_read_from_the_checkpoints_config(tmp_path):
     from transformers import LlamaConfig
 
@@ -270,9 +280,9 @@ VLLM_CASES = (Case(7, 0, 1.0), Case(130, 1, 2.0**-4))
 def test_vllm_has_exactly_one_answer_per_site_and_it_is_the_preset(layers, mode, preset):
     rows = probe.probe(layers("qwen3", mode), VLLM_CASES)
     assert refute(rows, presets.get(preset)) == []
-    # the experts' kernel approximates exp: no subset matches on all elements, and the probe says so
-    assert {row.kind: row.verdict for row in rows} == {**dict.fromkeys(KINDS, EXACT), "experts": NO_MATCH}
-    assert exit_code([row for row in rows if row.kind != "experts"]) == 0
+    # the experts' kernel approximates exp: a few elements in 100,000 are off by one step, or none, as the draw has it
+    experts = rows.pop([row.kind for row in rows].index("experts"))
+    assert (exit_code(rows), experts.share > 0.999, experts.runner_up_share < 0.9) == (0, True, True)
 
 
 @pytest.mark.vllm
@@ -295,6 +305,21 @@ def test_the_variable_sets_inductors_switch():
     environment = os.environ | {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}
     found = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True"
+
+
+@pytest.mark.vllm
+def test_run_probe_uses_the_checkpoints_own_rope_scaling(tmp_path):
+    """A yarn table is scaled by its own factor: the engine's cosines, not the default's, are what the region gets."""
+    pytest.importorskip("verl_rounding_align.engine.vllm_layers")
+    from transformers import LlamaConfig
+
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+    LlamaConfig(hidden_size=64, intermediate_size=65, num_attention_heads=4, num_key_value_heads=2,
+                rope_parameters=yarn, max_position_embeddings=256).save_pretrained(tmp_path)  # fmt: skip
+    rows = probe_vllm.run_probe(model=str(tmp_path), mode="eager", cases=VLLM_CASES)
+    assert (exit_code(rows), refute(rows, presets.get("vllm_cpu"))) == (0, [])
+    assert rows[0].points == {"cos_sin"} and rows[0].inert == {"qk_normed", "qk_norm"}
+    assert {"torch", "transformers"} < set(probe_vllm.versions())
 
 
 def rounded_sum(norm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 
 from .probe import CASES, Row, exit_code, probe, render, to_json
@@ -35,6 +36,8 @@ def run_probe(
         raise ValueError(f"engine={engine!r}: unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(f"engine={engine!r}: vllm is not installed in this environment; the probe runs its layers")
     spec = (ModelSpec.from_model(model) if model is not None else ModelSpec.from_family(family)).fewer()
     from rich.console import Console
 

@@ -95,7 +95,11 @@ class ModelSpec:
 
         if Path(model).expanduser().is_absolute() and not (Path(model).expanduser() / "config.json").is_file():
             raise ValueError(f"model={model!r}: no config.json in this folder")
-        return cls.from_config(AutoConfig.from_pretrained(str(Path(model).expanduser())), key="model")
+        try:
+            config = AutoConfig.from_pretrained(str(Path(model).expanduser()))
+        except OSError as error:
+            raise ValueError(f"model={model!r}: no config found: {str(error).splitlines()[0]}") from error
+        return cls.from_config(config, key="model")
 
     @classmethod
     def from_family(cls, family: str) -> ModelSpec:
