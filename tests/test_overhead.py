@@ -4,10 +4,8 @@ on a measured time."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -246,3 +244,183 @@ def test_fp32_head_multiplies_in_fp32():
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, hidden.double().matmul(model.lm_head.weight.double().T).float())
     assert not torch.equal(out, model(ids, use_cache=False).logits.float())
+
+
+# what a user would pick instead
+
+
+def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatch):
+    """On tiny sizes: one aligned plan, whole-model compile with and without the flag, fp32 LM head, Liger."""
+    monkeypatch.setattr(overhead, "build", lambda *args: ("tiny", tiny("llama", layers=1)))
+    found = overhead.run_alternatives(
+        shape="tiny", plans=["rope"], tokens=32, lengths=3, device="cpu", threads=1, pairs=5, progress=False
+    )
+    names = ["rope", "torch.compile", "torch.compile, emulate_precision_casts", "fp32 LM head", "Liger"]
+    assert [r.arm for r in found] == names
+    by_name = dict(zip(names, found, strict=True))
+    assert by_name["Liger"].measured == "not measured: Liger's kernels are Triton kernels for a GPU"
+    for name in names[:-1]:
+        row = by_name[name]
+        assert row.measured == "yes" and row.lengths == 3 and row.first_call_steps > 0
+        assert [r.phase for r in row.rows] == ["forward", "forward_backward"]
+    assert by_name["rope"].graphs_first == 1 and by_name["rope"].graphs_lengths == 0
+    assert by_name["torch.compile"].graphs_first >= 1 and by_name["torch.compile"].graphs_lengths >= 1
+    assert by_name["fp32 LM head"].graphs_first == by_name["fp32 LM head"].graphs_lengths == 0
+    assert overhead.render_alternatives(found).row_count == 5
+
+
+# the GPU script, on a CPU
+
+
+@pytest.fixture(scope="module")
+def gpu_check():
+    spec = importlib.util.spec_from_file_location("gpu_check", RECIPE / "gpu_check.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def payload(gpu_check, tmp_path_factory):
+    """What the script writes with --device cpu --small, all parts."""
+    out = tmp_path_factory.mktemp("gpu") / "gpu.json"
+    with overhead.cpu_threads(1):
+        code = gpu_check.main(["--device", "cpu", "--small", "--pairs", "5", "--layers", "1", "--out", str(out)])
+    assert code == 0
+    return json.loads(out.read_text())
+
+
+def test_gpu_script_finds_the_roundings_of_the_piece_by_values_and_by_schedule(payload):
+    found = payload["sites"]["small"]
+    answers = {(r["add"], r["point"]): r["stored"] for r in found["rows"]}
+    assert answers == {
+        ("attn_add", "sum"): False,
+        ("attn_add", "carry"): False,
+        ("mlp_add", "sum"): False,
+        ("mlp_add", "carry"): True,
+    }
+    assert found["observing_changed_nothing"] is True
+    assert found["second_add_reads_first_sum_as"] == "recomputed"
+    for r in found["rows"][:3]:  # the other candidate is refuted, not merely worse
+        assert r["fractions"]["not stored"] > 0.999 and r["fractions"]["stored"] < 0.9
+
+
+def test_gpu_script_would_see_a_carry_that_is_rounded(gpu_check, monkeypatch):
+    """Negative control: with emulate_precision_casts Inductor keeps every rounding that the engine's formulas name."""
+    options = {"emulate_precision_casts": True}
+    monkeypatch.setattr(gpu_check.Engine, "options", staticmethod(lambda device: options))
+    sizes = gpu_check.Sizes("small", 64, 112, 4, 2, 16)
+    found = gpu_check.sites(sizes, 64, "cpu")
+    answers = {(r["add"], r["point"]): r["stored"] for r in found["rows"]}
+    assert answers["attn_add", "carry"] is True
+
+
+@pytest.mark.parametrize(
+    "reads, dtype, answer",
+    [
+        (("mm0", "mm1", "arg0"), "bfloat16", "recomputed"),
+        (("mm1", "sum0"), "bfloat16", "bfloat16"),
+        (("mm1", "sum0"), "float32", "float32"),
+    ],
+)
+def test_schedule_says_how_the_second_add_reads_the_first_sum(gpu_check, reads, dtype, answer):
+    def stored(name, extern=False, dtype="bfloat16", reads=(), output=False):
+        return gpu_check.Stored(0, extern, name, dtype, ("s0", "64"), reads, (), output)
+
+    piece = [
+        stored("mm0", True),
+        stored("sum0", dtype=dtype),
+        stored("mm1", True),
+        stored("out", reads=reads, output=True),
+    ]
+    assert gpu_check.first_sum_by_schedule(piece, hidden=64) == answer
+
+
+def test_gpu_script_refuses_to_read_the_schedule_of_an_untested_torch(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "HOOK_TESTED", ("2.0",))
+    with pytest.raises(RuntimeError) as error:
+        gpu_check.schedule(None, ())
+    assert str(error.value) == (
+        f"torch {torch.__version__}: Inductor's _post_fusion_custom_pass was read and run on torch 2.0 only"
+    )
+
+
+def test_gpu_script_compares_regions_with_the_engine_and_finds_the_preset_best(payload):
+    rows = payload["regions"]
+    for region in ("swiglu", "add_rms_norm", "rope"):
+        mine = [r for r in rows if r["region"] == region]
+        (preset,) = [r for r in mine if r["preset"]]
+        assert preset["engine"] == 1.0
+        assert all(r["engine"] < 0.9 for r in mine if not r["preset"])  # every control is refuted
+        assert all(r["eager"] > 1 - 1e-3 for r in mine)  # this package's two backends
+        for errors in (r["gradients"] for r in mine if r["gradients"]):
+            assert 0 < errors["compile"] <= 1.01 * errors["eager"]
+
+
+def test_gpu_script_has_overhead_rows_and_says_what_it_was(payload):
+    assert [(r["arm"], r["scope"], r["phase"]) for r in payload["overhead"]] == [
+        (arm, "layers", phase) for phase in ("forward", "forward_backward") for arm in ("rope", "paper", "all")
+    ]
+    assert payload["small"] is True and payload["skipped"] == [] and payload["versions"]["torch"] == torch.__version__
+
+
+def test_gpu_script_keeps_what_it_has_when_the_budget_is_used_up_or_a_part_fails(gpu_check, monkeypatch, tmp_path):
+    out = tmp_path / "gpu.json"
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(gpu_check, "sites", fail)
+    monkeypatch.setattr(gpu_check, "regions", lambda *args: [])
+    monkeypatch.setattr(overhead, "measure", lambda *args, **kwargs: [])
+    gpu_check.check("cpu", True, out, 1e9, 5, 1)
+    assert json.loads(out.read_text())["skipped"] == ["sites small: RuntimeError: out of memory"]
+    gpu_check.check("cpu", True, out, -1, 5, 1)
+    assert json.loads(out.read_text())["skipped"] == [
+        f"{part}: the budget of -1 s was used up" for part in ("sites small", "regions small", "overhead small 64")
+    ]
+
+
+# the README's tables
+
+
+def test_readme_tables_say_not_measured_where_no_file_is(tmp_path):
+    table = readme_table()
+    assert table.costs(tmp_path)[2:] == [
+        "| smollm2-135m, cpu | not measured | not measured | not measured | not measured |",
+        "| qwen3-0.6b, cpu | not measured | not measured | not measured | not measured |",
+        "| Qwen3-1.7B, 4B, 8B layers, GPU | not measured | not measured | not measured | not measured |",
+    ]
+    assert table.alternatives("qwen3-0.6b", tmp_path)[2:] == [
+        "| not measured | not measured | not measured | not measured | not measured |"
+    ]
+
+
+def test_readme_table_shows_ratios_and_no_times(rows, tmp_path):
+    payload = {"rows": [r.as_dict() for r in rows if r.phase == "forward_backward" and r.scope == "model"]}
+    report.write_json(tmp_path / "targets-qwen3-0.6b.json", payload)
+    line = readme_table().costs(tmp_path)[3]
+    (row,) = [r for r in payload["rows"] if (r["arm"], r["backend"]) == ("all", "eager")]
+    assert f"| {row['saved_ratio']:.2f}x, {row['peak_ratio']:.2f}x |" in line
+    assert f"{row['timing']['low']:.3f}-{row['timing']['high']:.3f}" in line
+    assert line.endswith("|") and " s" not in line and " ms" not in line
+
+
+def readme_table():
+    spec = importlib.util.spec_from_file_location("readme_table", RECIPE / "readme_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted((RECIPE / "results").glob("*.json")), ids=lambda p: p.name)
+def test_a_result_file_says_versions_and_device_and_agrees_with_its_samples(path):
+    """Every verdict in the repository can be computed again from the samples beside it."""
+    payload = json.loads(path.read_text())
+    rows = payload.get("rows", []) + payload.get("overhead", [])
+    rows = [inner for r in rows for inner in r.get("rows", [r])]
+    assert rows and payload["versions"]["torch"] and all(r["device"] for r in rows)
+    for r in rows:
+        again = overhead.compare(r["timing"]["baseline_samples"], r["timing"]["variant_samples"])
+        assert (again.verdict, again.ratio) == (r["verdict"], r["timing"]["ratio"])

@@ -107,7 +107,6 @@ def build(
 
     if (model is None) == (shape is None):
         raise ValueError("give either a model (folder or hub name) or a shape (with or without a family)")
-    torch.manual_seed(seed)
     if model is not None:
         config = AutoConfig.from_pretrained(model)
         families.get(config.model_type)
@@ -116,10 +115,17 @@ def build(
         lm = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.bfloat16).to(device)
         return str(model), lm.train()
     config = shape_config(shape, family, layers)
-    with torch.device(device):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     own = config.model_type == SHAPES[shape]["model_type"]
-    return shape if own else f"{shape} as {config.model_type}", lm.train()
+    return shape if own else f"{shape} as {config.model_type}", from_config(config, device, seed)
+
+
+def from_config(config, device: str = "cpu", seed: int = 0):
+    """Return a causal LM of ``config`` with random weights, bf16, in train mode."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -760,7 +766,8 @@ def _cold() -> Iterator[None]:
 
     torch._dynamo.reset()
     backends.compiled.cache_clear()
-    with getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache():
+    fresh_cache = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache  # its name before torch 2.8
+    with fresh_cache():
         yield
     torch._dynamo.reset()
     backends.compiled.cache_clear()

@@ -1,0 +1,82 @@
+"""Print the README's overhead tables from results/*.json: ratios only; what no file holds is "not measured"."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+MISSING = "not measured"
+
+
+def load(name: str, results: Path = RESULTS) -> dict | None:
+    """Return the payload of ``results/<name>.json``, or None."""
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a Markdown table as lines."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def _ratio(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}x"
+
+
+def _time(row: dict | None) -> str:
+    """Return a ratio with its interval; without an effect beyond the spread, the interval alone."""
+    if row is None:
+        return MISSING
+    t = row["timing"]
+    interval = f"{t['low']:.3f}-{t['high']:.3f}"
+    return f"no difference seen ({interval})" if t["ratio"] is None else f"{t['ratio']:.3f}x ({interval})"
+
+
+def costs(results: Path = RESULTS) -> list[str]:
+    """Return the table of forward and backward of whole models on CPU, and of layers on a GPU where it was measured."""
+    found = {name: load(f"targets-{name}", results) for name in ("smollm2-135m", "qwen3-0.6b")}
+    gpu = load("gpu", results)
+    plans = ("rope", "paper", "all")
+    columns = ["model, device", "memory: kept for backward, peak (all)", *plans]
+    rows = []
+    for name, payload in found.items():
+        by_arm = {r["arm"]: r for r in payload["rows"]} if payload else {}
+        one = by_arm.get("all")
+        label = f"{one['model']}, {one['layers']} layers, {one['device']}" if one else f"{name}, cpu"
+        memory = f"{_ratio(one['saved_ratio'])}, {_ratio(one['peak_ratio'])}" if one else MISSING
+        rows.append([label, memory, *(_time(by_arm.get(plan)) for plan in plans)])
+    measured = [r for r in gpu["overhead"] if r["phase"] == "forward_backward"] if gpu and not gpu["small"] else []
+    if not measured:
+        rows.append(["Qwen3-1.7B, 4B, 8B layers, GPU", *[MISSING] * 4])
+    for name, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in measured):
+        by_arm = {r["arm"]: r for r in measured if (r["model"], r["tokens"]) == (name, tokens)}
+        one = by_arm.get("all")
+        memory = f"{_ratio(one['saved_ratio'])}, {_ratio(one['peak_ratio'])}" if one else MISSING
+        label = f"{name} layers, {tokens} tokens, {gpu['device']}"
+        rows.append([label, memory, *(_time(by_arm.get(plan)) for plan in plans)])
+    return markdown(columns, rows)
+
+
+def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
+    """Return the table of what a user would pick instead, for one shape."""
+    payload = load(f"alternatives-{shape}", results)
+    columns = ["", "first call, in steps", "new graphs over lengths", "forward", "forward and backward"]
+    rows = []
+    for r in payload["rows"] if payload else ():
+        if r["measured"] != "yes":
+            rows.append([r["arm"], *[r["measured"]] * 4])
+            continue
+        phases = {x["phase"]: x for x in r["rows"]}
+        first = MISSING if r["first_call_steps"] is None else f"{r['first_call_steps']:.0f}"
+        graphs = MISSING if r["lengths"] is None else f"{r['graphs_lengths']} over {r['lengths']}"
+        label = r["arm"] if r["plan"] == "none" else f"aligned: {r['arm']}"
+        rows.append([label, first, graphs, _time(phases["forward"]), _time(phases["forward_backward"])])
+    return markdown(columns, rows or [[MISSING] * 5])
+
+
+if __name__ == "__main__":
+    print("\n".join([*costs(), "", *alternatives("qwen3-0.6b")]))
+    sys.exit(0)
