@@ -303,11 +303,11 @@ def test_compiled_backend_reaches_every_site_and_trains():
     model, ids = tiny("qwen3"), tokens()
     alignment = align(model, "all", engine="vllm_compiled", backend="compile")
     logits, gradients = step(model, ids)
-    alignment_sites = [site.fqn for site in alignment.sites]
-    assert alignment.idle() == [] and len(alignment_sites) == 13
+    assert alignment.idle() == [] and len(alignment.sites) == 13 and alignment.ran == {"compile"}
     alignment.undo()
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    alignment = align(model, {"regions": "all", "engine": "vllm_compiled", "backend": "eager"})
     eager_logits, eager_gradients = step(model, ids)
+    assert alignment.ran == {"eager"}
     # no claim at model level: a norm's other reduction order spreads. Directions agree.
     for name, g in gradients.items():
         cosine = torch.nn.functional.cosine_similarity(g.float().flatten(), eager_gradients[name].float().flatten(), 0)

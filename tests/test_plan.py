@@ -65,6 +65,11 @@ def test_all_leaves_out_what_is_unproven_and_its_own_name_brings_it_in(engine):
     assert bool(unproven) == (engine == "vllm_compiled_split")
 
 
+def test_the_backend_field_of_a_mapping_is_kept():
+    assert parse_plan("rope").backend == "auto"
+    assert parse_plan({"regions": "rope", "backend": "eager"}).backend == "eager"
+
+
 def test_the_engine_field_of_a_mapping_wins():
     assert parse_plan({"regions": "rope", "engine": "vllm_cpu"}, engine="fp32").engine == "vllm_cpu"
 
@@ -81,12 +86,16 @@ def test_the_engine_field_of_a_mapping_wins():
         ([1], f"{KEY}=[1]: expected a name, names joined with +, or a list of names from {CHOICES}"),
         (
             {"regions": "rope", "engin": "x"},
-            f"{KEY}={{'regions': 'rope', 'engin': 'x'}}: a mapping has the fields regions and (optional) engine, "
-            "not ['engin']",
+            f"{KEY}={{'regions': 'rope', 'engin': 'x'}}: unknown field 'engin'; a mapping has regions and optionally "
+            "engine, backend",
         ),
         (
             {"engine": "fp32"},
-            f"{KEY}={{'engine': 'fp32'}}: a mapping has the fields regions and (optional) engine, not none",
+            f"{KEY}={{'engine': 'fp32'}}: no field 'regions'; a mapping has regions and optionally engine, backend",
+        ),
+        (
+            {"regions": "rope", "backend": "triton"},
+            f"{KEY}.backend='triton': unknown backend 'triton'; choose from auto, compile, eager",
         ),
         (
             {"regions": "rope", "engine": "sglang"},

@@ -145,17 +145,19 @@ def test_a_single_row_does_not_compile():
 
 def test_unknown_backend_is_an_error():
     with pytest.raises(ValueError) as error:
-        backend.resolve("fast", "cpu")
-    assert str(error.value) == (
-        "rounding_align_backend='fast': unknown backend 'fast'; choose from auto, compile, eager"
-    )
+        backend.check("fast")
+    assert str(error.value) == "backend='fast': unknown backend 'fast'; choose from auto, compile, eager"
 
 
 def test_compile_without_a_compiler_is_an_error_and_auto_falls_back(monkeypatch):
-    monkeypatch.setattr(backend.shutil, "which", lambda name: None)
+    monkeypatch.setattr(backend, "compiler_found", lambda device: False)
     assert backend.resolve("auto", "cpu") == "eager"
     with pytest.raises(ValueError) as error:
         backend.resolve("compile", "cpu")
-    assert str(error.value) == (
-        "rounding_align_backend='compile': no compiler for device 'cpu' was found; choose auto or eager"
-    )
+    assert str(error.value) == ("backend='compile': no compiler for device 'cpu' was found; choose auto or eager")
+
+
+def test_a_machine_without_a_cpp_compiler_is_recognised(monkeypatch):
+    assert backend.compiler_found.__wrapped__("cpu")
+    monkeypatch.setattr(backend.shutil, "which", lambda name: None)
+    assert not backend.compiler_found.__wrapped__("cpu")

@@ -24,6 +24,7 @@ BACKENDS = ("auto", "compile", "eager")
 OPTIONS = {"emulate_precision_casts": True}
 
 
+@functools.cache
 def compiler_found(device: str) -> bool:
     """Return whether torch.compile can build kernels for a device type: a C++ compiler on CPU, Triton elsewhere."""
     if device == "cpu":
@@ -31,25 +32,35 @@ def compiler_found(device: str) -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def resolve(backend: str, device: str, key: str = "rounding_align_backend") -> str:
-    """Return ``compile`` or ``eager`` for a requested backend on a device type.
+def check(backend: str, key: str = "backend") -> str:
+    """Return ``backend`` if it is one of ``BACKENDS``.
 
     Raises:
-        ValueError: unknown backend, or ``compile`` without a compiler.
+        ValueError: it is not; the message holds key, value and choices.
 
-    >>> resolve("eager", "cpu")
-    'eager'
-    >>> resolve("fast", "cpu")
+    >>> check("fast")
     Traceback (most recent call last):
     ...
-    ValueError: rounding_align_backend='fast': unknown backend 'fast'; choose from auto, compile, eager
+    ValueError: backend='fast': unknown backend 'fast'; choose from auto, compile, eager
     """
     if backend not in BACKENDS:
         raise ValueError(f"{key}={backend!r}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+    return backend
+
+
+def resolve(backend: str, device: str) -> str:
+    """Return ``compile`` or ``eager`` for one of ``BACKENDS`` on a device type.
+
+    Raises:
+        ValueError: ``compile`` without a compiler.
+
+    >>> resolve("eager", "cpu")
+    'eager'
+    """
     if backend == "auto":
         return "compile" if compiler_found(device) else "eager"
     if backend == "compile" and not compiler_found(device):
-        raise ValueError(f"{key}='compile': no compiler for device {device!r} was found; choose auto or eager")
+        raise ValueError(f"backend='compile': no compiler for device {device!r} was found; choose auto or eager")
     return backend
 
 

@@ -97,6 +97,7 @@ class Alignment:
         plan: the Plan.
         sites: every patched Site, in module order.
         backend: ``auto``, ``compile`` or ``eager`` as asked for.
+        ran: what that came to when regions ran: {"compile"}, {"eager"}, empty before the first forward.
         calls: fqn -> number of forward calls of that site so far; proof that what was patched is what runs.
         notes: what else was changed, in words (rotary frequencies restored to fp32).
     """
@@ -106,6 +107,7 @@ class Alignment:
         self.sites: list[Site] = []
         self.calls: Counter[str] = Counter()
         self.notes: list[str] = []
+        self.ran: set[str] = set()
         self._undo: list[Callable[[], None]] = []
 
     def undo(self) -> None:
@@ -153,7 +155,7 @@ def align(
     model: nn.Module,
     plan: Plan | str | list | dict | None,
     engine: str = "vllm_compiled",
-    backend: str = "auto",
+    backend: str | None = None,
     key: str = "rounding_align",
 ) -> Alignment:
     """Make ``model`` round where ``plan`` says; nothing is changed if any check fails.
@@ -163,7 +165,7 @@ def align(
             still be fp32 or on meta: the model dtype is read when it runs).
         plan: a Plan, or a value for :func:`verl_rounding_align.parse_plan`.
         engine: preset of the inference engine, where ``plan`` is a value.
-        backend: ``auto`` (compile where there is a compiler), ``compile`` or ``eager``.
+        backend: ``auto`` (compile where there is a compiler), ``compile`` or ``eager``; None takes the plan's.
         key: the config key, for messages.
 
     Returns:
@@ -174,8 +176,7 @@ def align(
     """
     if not isinstance(plan, Plan):
         plan = parse_plan(plan, engine=engine, key=key)
-    if backend not in backends.BACKENDS:
-        backends.resolve(backend, "cpu")  # raises
+    backend = backends.check(backend or plan.backend)
     check_transformers()
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or model._compiled_call_impl is not None:
         raise ValueError(
@@ -241,7 +242,7 @@ def _claims(prefix: str, stack: nn.Module, family: families.Family, alignment: A
         rnd = plan.rounding(kind)
         fqn = prefix + fqn
         site = Site(fqn, KINDS[kind], kind, trainer.points[kind], rnd.points)
-        function = build(rnd, _counter(alignment, fqn), alignment.backend, *args)
+        function = build(rnd, _Context(alignment, fqn), *args)
         claims.append(_Claim(fqn, module, part, attr, function, site))
 
     last = len(stack.layers) - 1
@@ -260,7 +261,8 @@ def _claims(prefix: str, stack: nn.Module, family: families.Family, alignment: A
             norm = layer.post_attention_layernorm
             claim(f"{fqn}.post_attention_layernorm", norm, "RMSNorm", "attn_add", _norm_forward)
             add_kind = "final" if i == last else "mlp_add"
-            function = _layer_forward(plan.rounding("mlp_add"), plan.rounding(add_kind), i == 0, alignment.backend)
+            context = _Context(alignment, prefix + fqn)
+            function = _layer_forward(plan.rounding("mlp_add"), plan.rounding(add_kind), i == 0, context)
             claims.append(_Claim(f"{prefix}{fqn}", layer, "DecoderLayer", "forward", function))
         experts = getattr(layer.mlp, "experts", None)
         if experts is not None and plan.rounding("experts"):
@@ -320,29 +322,29 @@ def _silu() -> nn.Module:
     return ACT2FN["silu"]
 
 
-def _counter(alignment: Alignment, fqn: str) -> Callable[[], None]:
-    calls = alignment.calls
+class _Context:
+    """What a bound forward shares with its Alignment: the count of its calls, and the backend of its regions."""
 
-    def count() -> None:
-        calls[fqn] += 1
+    def __init__(self, alignment: Alignment, fqn: str):
+        self.alignment, self.fqn = alignment, fqn
 
-    return count
+    def count(self) -> None:
+        self.alignment.calls[self.fqn] += 1
 
+    def backend(self, x: torch.Tensor) -> str:
+        """Return ``compile`` or ``eager``: settled where the model runs, not where it is built."""
+        backend = backends.resolve(self.alignment.backend, x.device.type)
+        self.alignment.ran.add(backend)
+        return backend
 
-class _Run:
-    """Run region functions on (..., features) tensors; the backend is settled by the first tensor's device."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
-
-    def __call__(self, function, rows, rnd, **kwargs):
+    def run(self, function: Callable, rows: dict[str, torch.Tensor], rnd: Rounding, **kwargs):
+        """Run a region function on rows of shape (..., features)."""
         first = next(iter(rows.values()))
-        backend = backends.resolve(self.backend, first.device.type)
-        if backend == "compile":
-            rows = {name: backends.plain(x, x.shape[:-1].numel(), x.shape[-1]) for name, x in rows.items()}
-        out = backends.run(function, rows, rnd, backend, **kwargs)
+        backend = self.backend(first)
         if backend == "eager":
-            return out
+            return backends.run(function, rows, rnd, backend, **kwargs)
+        rows = {name: backends.plain(x, x.shape[:-1].numel(), x.shape[-1]) for name, x in rows.items()}
+        out = backends.run(function, rows, rnd, backend, **kwargs)
         shaped = tuple(x.view(*first.shape[:-1], x.shape[-1]) for x in (out if isinstance(out, tuple) else (out,)))
         return shaped if isinstance(out, tuple) else shaped[0]
 
@@ -352,35 +354,29 @@ def _pass_through(self, hidden_states):
     return hidden_states
 
 
-def _mlp_forward(rnd: Rounding, count, backend: str) -> Callable:
-    run = _Run(backend)
-
+def _mlp_forward(rnd: Rounding, context: _Context) -> Callable:
     def forward(self, x):
-        count()
-        return self.down_proj(run(swiglu, {"gate": self.gate_proj(x), "up_": self.up_proj(x)}, rnd))
+        context.count()
+        return self.down_proj(context.run(swiglu, {"gate": self.gate_proj(x), "up_": self.up_proj(x)}, rnd))
 
     return forward
 
 
-def _apply_gate(rnd: Rounding, count, backend: str) -> Callable:
-    run = _Run(backend)
-
+def _apply_gate(rnd: Rounding, context: _Context) -> Callable:
     def apply_gate(self, gate_up_out):
-        count()
+        context.count()
         gate, up_ = gate_up_out.chunk(2, dim=-1)
-        return run(swiglu, {"gate": gate, "up_": up_}, rnd)
+        return context.run(swiglu, {"gate": gate, "up_": up_}, rnd)
 
     return apply_gate
 
 
-def _attention_forward(
-    rnd: Rounding, count, backend: str, family: families.Family, rotary: nn.Module | None
-) -> Callable:
+def _attention_forward(rnd: Rounding, context: _Context, family: families.Family, rotary: nn.Module | None) -> Callable:
     source = inspect.unwrap(family.cls("Attention").forward)
     rotary_forward = None if rotary is None else rotary.forward
 
     def forward(self, hidden_states, position_embeddings, *args, **kwargs):
-        count()
+        context.count()
         if rotary_forward is not None:
             position_ids = kwargs.get("position_ids")
             if position_ids is None:
@@ -391,7 +387,7 @@ def _attention_forward(
             assert unsqueeze_dim == 1, f"heads at dimension 1 expected, got unsqueeze_dim={unsqueeze_dim}"
             norms = dict(q_weight=self.q_norm.weight, k_weight=self.k_norm.weight) if family.qk_norm else {}
             eps = self.q_norm.variance_epsilon if family.qk_norm else 0.0
-            return _rope(q, k, cos, sin, rnd, backends.resolve(backend, q.device.type), norms, eps)
+            return _rope(q, k, cos, sin, rnd, context.backend(q), norms, eps)
 
         # the same code with a private copy of its globals: no other model in the process sees the replacement
         clone = types.FunctionType(
@@ -422,27 +418,24 @@ def _rope(q, k, cos, sin, rnd, backend, norms, eps):
     return tuple(x.view(batch, tokens, x.shape[1], head_dim).transpose(1, 2) for x in out)
 
 
-def _norm_forward(rnd: Rounding, count, backend: str) -> Callable:
-    run = _Run(backend)
-
+def _norm_forward(rnd: Rounding, context: _Context) -> Callable:
     def forward(self, hidden_states, residual=None, with_carry=False):
         """Norm of a residual sum (sealed or plain), or of ``hidden_states + residual``, then with the new carry."""
-        count()
+        context.count()
         dtype, weight, eps = self.weight.dtype, self.weight, self.variance_epsilon
         if residual is not None:
-            return run(
+            return context.run(
                 add_rms_norm, dict(delta=hidden_states, residual=residual), rnd, params=dict(weight=weight), eps=eps
             )
         total = unseal(hidden_states)
-        out = run(rms_norm, dict(total=total), rnd, params=dict(weight=weight), eps=eps, dtype=dtype)
+        out = context.run(rms_norm, dict(total=total), rnd, params=dict(weight=weight), eps=eps, dtype=dtype)
         return (out, rnd("carry", total, dtype)) if with_carry else out
 
     return forward
 
 
-def _layer_forward(rnd_in: Rounding, rnd_out: Rounding, first: bool, backend: str) -> Callable:
+def _layer_forward(rnd_in: Rounding, rnd_out: Rounding, first: bool, context: _Context) -> Callable:
     """Return a decoder layer's forward; ``rnd_in`` governs the sum it reads, ``rnd_out`` the sum it returns."""
-    run = _Run(backend)
     sealed_in = not first and not (rnd_in.stores("sum") and rnd_in.stores("carry"))
 
     def forward(
@@ -472,7 +465,7 @@ def _layer_forward(rnd_in: Rounding, rnd_out: Rounding, first: bool, backend: st
         )
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         hidden_states = self.mlp(hidden_states)
-        total = run(add, dict(delta=hidden_states, residual=residual), rnd_out)
+        total = context.run(add, dict(delta=hidden_states, residual=residual), rnd_out)
         return total if total.dtype == hidden_states.dtype else seal(total)
 
     return forward

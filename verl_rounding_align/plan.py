@@ -6,14 +6,16 @@ Every user-facing error about the *value* of the key is raised here, with the ke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from . import backend as backends
 from . import presets
 from .regions import GROUPS, KINDS
 from .rounding import Rounding
 
 PAPER = ("rope", "swiglu", "add_rms_norm")
 CHOICES = ("none", *GROUPS, "paper", "all")
+FIELDS = ("regions", "engine", "backend")
 TRAINER = "hf_eager"
 
 
@@ -26,12 +28,14 @@ class Plan:
         engine: name of the preset that the groups are aligned to.
         roundings: (site kind, Rounding) for every site kind that is patched.
         trainer: name of the preset that describes the unpatched trainer.
+        backend: how the regions run: ``auto``, ``compile`` or ``eager`` (``backend.BACKENDS``).
     """
 
     groups: tuple[str, ...]
     engine: str
     roundings: tuple[tuple[str, Rounding], ...]
     trainer: str = TRAINER
+    backend: str = "auto"
 
     def rounding(self, kind: str) -> Rounding | None:
         """Return the Rounding at site kind ``kind``, or None where nothing is patched."""
@@ -80,7 +84,8 @@ def parse_plan(value, engine: str = "vllm_compiled", key: str = "rounding_align"
     Args:
         value: None, ``none``, ``rope``, ``swiglu``, ``add_rms_norm``, ``carry``, ``paper`` (the first three groups),
             ``all`` (every group for which the engine's preset has evidence), names joined with ``+``, a list of names,
-            or a mapping ``{regions: <any of these>, engine: <preset name>}``, whose engine wins over the argument.
+            or a mapping ``{regions: <any of these>, engine: <preset name>, backend: auto|compile|eager}``, the last two
+            optional, whose engine wins over the argument.
         engine: name of the engine's preset (see ``presets.PRESETS``).
         key: the config key the value came from, for messages.
 
@@ -95,12 +100,13 @@ def parse_plan(value, engine: str = "vllm_compiled", key: str = "rounding_align"
     ValueError: rounding_align='ropee': unknown region 'ropee'; choose from none, rope, swiglu, add_rms_norm, carry, \
 paper, all (join with +)
     """
+    backend = "auto"
     if isinstance(value, Mapping):
-        unknown = sorted(set(value) - {"regions", "engine"})
+        unknown = sorted(set(value) - set(FIELDS))
         if unknown or "regions" not in value:
-            raise ValueError(
-                f"{key}={dict(value)!r}: a mapping has the fields regions and (optional) engine, not {unknown or 'none'}"
-            )
+            problem = f"unknown field {unknown[0]!r}" if unknown else "no field 'regions'"
+            raise ValueError(f"{key}={dict(value)!r}: {problem}; a mapping has regions and optionally engine, backend")
+        backend = backends.check(value.get("backend") or backend, key=f"{key}.backend")
         engine, value = value.get("engine") or engine, value["regions"]
         key = f"{key}.regions"
     preset = presets.get(engine, key=f"{key} engine")
@@ -119,4 +125,4 @@ paper, all (join with +)
             groups.update(g for g in GROUPS if preset.evidence[g] != presets.UNPROVEN)
         elif name != "none":
             groups.add(name)
-    return build_plan(tuple(groups), preset)
+    return replace(build_plan(tuple(groups), preset), backend=backend)

@@ -110,6 +110,8 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
         if not named:
             _check_tensor_parallel(config, rollout[0], plan, keys[role])
         resolved[role] = {"regions": "+".join(plan.groups), "engine": plan.engine}
+        if plan.backend != "auto":
+            resolved[role]["backend"] = plan.backend
         lines.append(f"{role} {plan}")
     if lines:
         _check_run(config)
@@ -406,6 +408,8 @@ class AlignedEngine:
                     f"{KEY}: {len(idle)} of {len(alignment.sites)} patched sites were not reached by the forward pass, so "
                     f"something else runs in their place: {', '.join(idle[:5])}{', ...' if len(idle) > 5 else ''}"
                 )
+            if self.rounding_align_forwards == 1:
+                print(f"rounding_align: regions run by backend {'+'.join(sorted(alignment.ran))}", flush=True)
         return output
 
 

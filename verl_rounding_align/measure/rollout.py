@@ -159,6 +159,7 @@ def make(folder: Path, model: str, prompts: list[str], tokens: int, eager: bool,
             command = [sys.executable, "-m", __spec__.name, str(folder)]
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinned threads crawl on a shared machine
             status = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
         if status:
             raise RuntimeError(f"vLLM ended with status {status}; see {folder / 'rollouts.log'}")
