@@ -348,9 +348,7 @@ def test_other_releases_of_verl_are_refused(updated, monkeypatch):
 
 
 def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
-    import transformers
-
-    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    monkeypatch.setattr("verl_rounding_align.patch.transformers.__version__", "4.57.0")
     with pytest.raises(ValueError) as error:
         validate(updated(f"+{KEY}=rope"))
     assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.0,<6.0"

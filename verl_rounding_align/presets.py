@@ -71,8 +71,8 @@ def _evidence(every: str, **exceptions: str) -> dict[str, str]:
 
 
 _ALL = {region.name: " ".join(region.points) for region in REGIONS.values()}
-# releases whose sources and wheels were read or run
-_VLLM = ("0.8.5", "0.33.0")
+_READ = ("0.8.5", "0.33.0")  # releases of vLLM whose sources were read
+_RUN = ("0.30.0", "0.30.0")  # releases that the bitwise tests were run on
 
 
 def _vllm_cuda(name: str, low: str, high: str, rope: str, normed: bool) -> Preset:
@@ -111,7 +111,7 @@ PRESETS = {
             engine="vllm",
             device="cpu",
             eager=False,
-            versions=_VLLM,
+            versions=_RUN,
         ),
         Preset(
             name="vllm_compiled_split",
@@ -121,8 +121,8 @@ PRESETS = {
             engine="vllm",
             device="cuda",
             eager=False,
-            versions=_VLLM,
-            note="carry: the stream leaves each piece in the model dtype after the MLP's add, expected from a toy piece",
+            versions=_READ,
+            note="carry: bitwise on vLLM 0.30's piecewise backend with CPU Inductor (tests/test_presets_vllm.py); not on Triton",
         ),
         Preset(
             name="vllm_cpu",
@@ -132,8 +132,8 @@ PRESETS = {
             engine="vllm",
             device="cpu",
             eager=True,
-            versions=_VLLM,
-            note="run for 0.30 only; experts: silu approximated in fp32 (fast_exp), within one step of the model dtype",
+            versions=_RUN,
+            note="experts: silu approximated in fp32 (fast_exp), within one step of the model dtype",
         ),
         _vllm_cuda("vllm_cuda", "0.24.0", "0.33.0", rope="", normed=False),
         _vllm_cuda("vllm_cuda_0_23", "0.23.0", "0.23.0", rope="", normed=True),
