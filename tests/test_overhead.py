@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -185,10 +186,13 @@ def test_a_shape_runs_as_another_family_and_with_fewer_layers():
 # rows
 
 
+ARMS = (("rope", "compile"), ("all", "compile"), ("all", "eager"))
+
+
 @pytest.fixture(scope="module")
 def rows():
-    """Rows of a tiny model: two plans, both backends, both scopes, every phase, checkpointing off."""
-    arms = [overhead.aligned(p, "vllm_compiled", b) for p in ("rope", "all") for b in ("compile", "eager")]
+    """Rows of a tiny model: two plans, both backends, both scopes, every phase."""
+    arms = [overhead.aligned(p, "vllm_compiled", b) for p, b in ARMS]
     model = tiny("qwen3", layers=2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with overhead.cpu_threads(1):  # two threads that spin for each other are slow on a busy machine
@@ -200,7 +204,7 @@ def rows():
 
 def test_there_is_a_row_for_every_arm_scope_and_phase(rows):
     keys = {(r.arm, r.backend, r.scope, r.phase) for r in rows}
-    assert len(keys) == len(rows) == 2 * 2 * 2 * 3
+    assert len(keys) == len(rows) == len(ARMS) * 2 * 3
     for r in rows:
         assert len(r.timing.baseline_samples) == len(r.wall.variant_samples) == 5
         assert (r.clock, r.threads) == ("process", 1) and r.baseline == "none"
@@ -249,8 +253,14 @@ def test_fp32_head_multiplies_in_fp32():
 # what a user would pick instead
 
 
+@pytest.mark.slow
 def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatch):
-    """On tiny sizes: one aligned plan, whole-model compile with and without the flag, fp32 LM head, Liger."""
+    """On tiny sizes: one aligned plan, whole-model compile with and without the flag, fp32 LM head, Liger. Graphs are
+    Dynamo's own count; what they are compiled to does not matter here, so that nothing is (backend ``eager``)."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, fullgraph=False, options=None: compile_(f, backend="eager", fullgraph=fullgraph)
+    )
     monkeypatch.setattr(overhead, "build", lambda *args: ("tiny", tiny("llama", layers=1)))
     found = overhead.run_alternatives(
         shape="tiny", plans=["rope"], tokens=32, lengths=3, device="cpu", threads=1, pairs=5, progress=False
@@ -310,10 +320,12 @@ def test_gpu_script_would_see_a_carry_that_is_rounded(gpu_check, monkeypatch):
     """Negative control: with emulate_precision_casts Inductor keeps every rounding that the engine's formulas name."""
     options = {"emulate_precision_casts": True}
     monkeypatch.setattr(gpu_check.Engine, "options", staticmethod(lambda device: options))
+    monkeypatch.setattr(gpu_check, "HOOK_TESTED", ())
     sizes = gpu_check.Sizes("small", 64, 112, 4, 2, 16)
     found = gpu_check.sites(sizes, 64, "cpu")
     answers = {(r["add"], r["point"]): r["stored"] for r in found["rows"]}
     assert answers["attn_add", "carry"] is True
+    assert found["schedule"].startswith("refused: torch ")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +416,7 @@ def test_readme_table_shows_ratios_and_no_times(rows, tmp_path):
     (row,) = [r for r in payload["rows"] if (r["arm"], r["backend"]) == ("all", "eager")]
     assert f"| {row['saved_ratio']:.2f}x, {row['peak_ratio']:.2f}x |" in line
     assert f"{row['timing']['low']:.3f}-{row['timing']['high']:.3f}" in line
-    assert line.endswith("|") and " s" not in line and " ms" not in line
+    assert not re.search(r"\d *m?s\b", line), line
 
 
 def readme_table():

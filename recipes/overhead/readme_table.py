@@ -78,5 +78,5 @@ def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*costs(), "", *alternatives("qwen3-0.6b")]))
+    print("\n".join([*costs(), "", *alternatives("smollm2-135m")]))
     sys.exit(0)

@@ -1,7 +1,7 @@
 """Measure the overhead recipe: targets (two models, forward and backward), every group and phase, alternatives, memory
 with checkpointing. Each part writes one JSON file with versions, device and samples; parts can be chosen by name.
 
-Expected on a quiet 2-core CPU machine: about 40 minutes for everything, 15 for ``targets``; ratios, not times, carry over.
+Takes about an hour on two CPU cores, ``targets`` 20 minutes of it; ratios, not times, carry over to another machine.
 """
 
 from __future__ import annotations
@@ -20,46 +20,52 @@ TOKENS = 1024
 MODELS = {"smollm2-135m": None, "qwen3-0.6b": 4}
 
 
-def _rows(name: str, **options) -> list:
-    shape, layers = options.pop("shape"), options.pop("layers")
+def _rows(shape: str, layers: int | None, **options) -> list:
     rows = overhead.run_overhead(shape=shape, layers=layers, tokens=TOKENS, device="cpu", threads=1, **options)
     report.show(overhead.render(rows))
-    report.write_json(RESULTS / f"{name}.json", {"load": os.getloadavg(), "rows": [r.as_dict() for r in rows]})
     return rows
+
+
+def _write(name: str, rows) -> None:
+    """Write rows with versions and the load average, which says how quiet the machine was."""
+    report.write_json(RESULTS / f"{name}.json", {"load": os.getloadavg(), "rows": [r.as_dict() for r in rows]})
 
 
 def targets(shape: str, layers: int | None) -> None:
     """Forward and backward of the whole model: rope, paper, all; compiled."""
-    _rows(
-        f"targets-{shape}",
-        shape=shape,
-        layers=layers,
+    rows = _rows(
+        shape,
+        layers,
         plans=("rope", "paper", "all"),
         region_backends=("compile",),
         scopes=("model",),
         phases=("forward_backward",),
-        pairs=15,
+        pairs=9,
     )
+    _write(f"targets-{shape}", rows)
 
 
 def table(shape: str, layers: int | None) -> None:
-    """Every group, both backends, both scopes, every phase; at most four layers."""
-    _rows(f"table-{shape}", shape=shape, layers=min(layers or 4, 4))
+    """Two decoder layers, every phase: every group compiled; rope and all also op by op."""
+    rows = _rows(shape, 2, region_backends=("compile",), scopes=("layers",), pairs=9)
+    rows += _rows(shape, 2, plans=("rope", "all"), region_backends=("eager",), scopes=("layers",), pairs=9)
+    _write(f"table-{shape}", rows)
 
 
 def checkpointing(shape: str, layers: int | None) -> None:
     """Memory with checkpointed layers (times are a by-product)."""
-    _rows(
-        f"checkpointing-{shape}",
-        shape=shape,
-        layers=min(layers or 4, 4),
+    rows = _rows(
+        shape,
+        min(layers or 4, 4),
         plans=("rope", "paper", "carry", "all"),
         region_backends=("compile",),
+        scopes=("layers",),
         phases=("forward_backward",),
         checkpointing=True,
         pairs=overhead.MINIMUM_PAIRS,
         warmup=1,
     )
+    _write(f"checkpointing-{shape}", rows)
 
 
 def alternatives(shape: str, layers: int | None) -> None:
@@ -67,8 +73,7 @@ def alternatives(shape: str, layers: int | None) -> None:
     layers = min(layers or 4, 4)
     rows = overhead.run_alternatives(shape=shape, layers=layers, tokens=TOKENS, device="cpu", threads=1)
     report.show(overhead.render_alternatives(rows))
-    payload = {"load": os.getloadavg(), "rows": [r.as_dict() for r in rows]}
-    report.write_json(RESULTS / f"alternatives-{shape}.json", payload)
+    _write(f"alternatives-{shape}", rows)
 
 
 PARTS = {f.__name__: f for f in (targets, table, checkpointing, alternatives)}
