@@ -149,6 +149,19 @@ def test_sharded_compiled_model_equals_the_unsharded_one(tmp_path):
     mp.spawn(sharded, args=(str(tmp_path / "rendezvous"),), nprocs=2)
 
 
+def test_an_outer_compile_of_an_aligned_model_does_not_recompile_at_every_call(fresh):
+    model = tiny("llama", layers=1).eval()
+    alignment = align(model, "all", engine="vllm_compiled", backend="eager")
+    outer = torch.compile(model.model.layers[0].mlp)
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+    outer(x)
+    first = graphs()
+    for _ in range(12):
+        outer(x)
+    assert graphs() == first
+    assert alignment.calls["model.layers.0.mlp"] == 13
+
+
 def test_a_whole_model_compiled_by_the_user_keeps_the_points():
     """The graph breaks around regions, so hf_eager's interior points survive an outer compile; with the regions visible
     to it (the negative control) they do not."""

@@ -19,8 +19,9 @@ from verl_rounding_align.patch import unseal
 TYPES = ["qwen3", "qwen3_moe"]
 
 
-def wrap(model, strategy: str, cast: bool | None = None):
-    """Shard ``model`` (fp32 master weights) as verl does; ``cast`` overrides the strategy's casting of layer inputs."""
+def wrap(model, strategy: str, cast: bool = False, orig_params: bool = False):
+    """Shard ``model`` (fp32 master weights) as verl does: FSDP2 casts layer inputs; FSDP1 by default does not, and its
+    parameters are flat. ``cast`` and ``orig_params`` change FSDP1."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layer = type(model.model.layers[0])
     if strategy == "fsdp2":
@@ -32,7 +33,7 @@ def wrap(model, strategy: str, cast: bool | None = None):
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         buffer_dtype=torch.float32,
-        cast_forward_inputs=bool(cast),
+        cast_forward_inputs=cast,
     )
     return FullyShardedDataParallel(
         model,
@@ -40,7 +41,7 @@ def wrap(model, strategy: str, cast: bool | None = None):
         mixed_precision=precision,
         device_mesh=mesh,
         device_id=torch.device("cpu"),
-        use_orig_params=True,
+        use_orig_params=orig_params,
     )
 
 
@@ -52,7 +53,9 @@ def full_gradients(model, strategy: str) -> dict[str, torch.Tensor]:
 
 
 def build(model_type: str, reentrant, engine: str, dtype):
-    model = tiny(model_type, dtype=torch.bfloat16).to(dtype)
+    model = tiny(model_type)
+    if dtype != torch.bfloat16:
+        model = model.to(dtype)
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -67,7 +70,7 @@ def worker(rank: int, path: str, strategy: str, model_type: str):
     for engine in ("hf_eager", "vllm_compiled", "vllm_compiled_split"):
         for reentrant in (None, False, True):
             logits, gradients = step(build(model_type, reentrant, engine, torch.bfloat16), ids)
-            model = wrap(build(model_type, reentrant, engine, torch.float32), strategy, cast=True)
+            model = wrap(build(model_type, reentrant, engine, torch.float32), strategy, cast=True, orig_params=True)
             with torch.autocast("cpu", torch.bfloat16):
                 model.zero_grad()
                 out = model(ids, use_cache=False).logits
@@ -77,6 +80,10 @@ def worker(rank: int, path: str, strategy: str, model_type: str):
             # both ranks see the same batch: the fp32 mean over ranks of equal bf16 gradients is exact
             for name, gradient in full_gradients(model, strategy).items():
                 assert torch.equal(gradient.to(torch.bfloat16), gradients[name]), (*case, name)
+            if strategy == "fsdp1":  # verl's form
+                model = wrap(build(model_type, reentrant, engine, torch.float32), strategy)
+                with torch.autocast("cpu", torch.bfloat16):
+                    assert torch.equal(model(ids, use_cache=False).logits, logits), case
     reference = step(build(model_type, None, "hf_eager", torch.bfloat16), ids)[0]
     assert not torch.equal(reference, logits), "the engines do not differ: nothing was tested"
     # negative control: an fp32 stream passed as it is gets cast by the wrapper, and that is an error

@@ -45,8 +45,19 @@ def test_core_requires_no_engine_no_trainer_and_no_ray():
 
 
 def test_a_verl_environment_satisfies_the_core_as_it_is():
-    for name, requirement in requirements("").items():
-        assert requirement.specifier.contains(metadata.version(name), prereleases=True), requirement
+    """Whatever verl 0.9.1 pins or needs at least lies within our bounds: pip has no reason to change it."""
+    ours = requirements("")
+    shared = 0
+    for text in metadata.requires("verl"):
+        theirs = Requirement(text)
+        name = theirs.name.lower()
+        if name not in ours or not theirs.specifier:
+            continue
+        for specifier in theirs.specifier:
+            if specifier.operator in ("==", ">=", "~="):
+                shared += 1
+                assert ours[name].specifier.contains(specifier.version.removesuffix(".*")), (text, ours[name])
+    assert shared >= 2  # torch and transformers at least
 
 
 def test_cpu_extra_is_exact_and_is_what_is_installed():
@@ -218,4 +229,4 @@ def test_top_level_of_the_repository():
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {name.split("/")[0] for name in names.splitlines() if not name.startswith(".")}
     known = {"pyproject.toml", "README.md", "verl_rounding_align", "recipes", "tests", "ci", "LICENSE", "CHANGELOG.md"}
-    assert top <= known
+    assert top == known

@@ -187,6 +187,8 @@ def test_hidden_states_come_out_decoded(model_type):
 
 
 def test_seal_is_a_view_and_unseal_its_inverse():
+    double = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: unseal(seal(x) * 2), double)
     x = torch.randn(2, 3, 8)
     assert seal(x).dtype == torch.complex64 and seal(x).data_ptr() == x.data_ptr()
     assert torch.equal(unseal(seal(x)), x) and unseal(x) is x
@@ -216,6 +218,49 @@ def test_padding_leaves_real_tokens_alone():
     # the same rows of every matmul and norm; attention's sum has masked terms of weight exactly 0
     inside = model(padded, attention_mask=mask.long(), position_ids=positions).logits[:, 5:]
     assert torch.allclose(inside.float(), alone.float(), rtol=2**-6, atol=2**-6 * alone.abs().max().item())
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_every_accepted_experts_implementation_reaches_its_sites(implementation):
+    model, ids = tiny("qwen3_moe", experts_implementation=implementation), tokens()
+    logits, gradients = step(model, ids)
+    alignment = align(model, "swiglu", engine="hf_eager", backend="eager")
+    patched = step(model, ids)
+    assert alignment.idle() == []
+    assert torch.equal(patched[0], logits) and same(patched[1], gradients)
+    alignment.undo()
+    align(model, hf_plan(experts="act"), backend="eager")
+    assert not torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_packed_sequences_as_remove_padding_makes_them(model_type):
+    """One row that holds two sequences, told apart by position_ids alone: hf_eager is bitwise, and a plan that rebuilds
+    cos and sin takes them from those position_ids."""
+    model, ids = tiny(model_type).eval(), tokens(1, 40)
+    positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alignment = align(model, "all", engine="hf_eager", backend="eager")
+    assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, packed)
+    alignment.undo()
+    align(model, "all", engine="fp32", backend="eager")
+    together = model(ids, position_ids=positions, use_cache=False).logits
+    apart = torch.cat([model(ids[:, :25]).logits, model(ids[:, 25:]).logits], dim=1)
+    # the same values in each sequence, but for the attention kernel that a block mask selects: a few bf16 steps
+    step_size = 2**-7 * apart.abs().max().item()
+    assert (together - apart).abs().max() <= 8 * step_size
+    wrong = model(ids, use_cache=False).logits  # one sequence of 40: the control
+    assert (wrong - apart).abs().max() > 16 * step_size
+
+
+def test_a_layer_whose_forward_was_replaced_afterwards_is_idle():
+    """The norms still run, and the residual stream is rounded again: the layers' own counts tell."""
+    model, ids = tiny("qwen3"), tokens()
+    alignment = align(model, "carry", engine="fp32", backend="eager")
+    for layer in model.model.layers:
+        del layer.forward
+    model(ids)
+    assert alignment.idle() == [f"model.layers.{i}" for i in range(3)]
 
 
 def test_a_deep_copy_is_aligned_by_itself():
@@ -392,10 +437,12 @@ def test_a_replaced_rotary_function_is_an_error(monkeypatch):
 def test_eager_experts_are_an_error():
     model = tiny("qwen3_moe", experts_implementation="eager")
     assert error_of(model, "swiglu") == (
-        "rounding_align='swiglu': model.layers.1.mlp.experts (Qwen3MoeExperts): experts_implementation='eager' never "
-        "calls _apply_gate; choose grouped_mm or batched_mm"
+        "rounding_align='swiglu': model.layers.1.mlp.experts (Qwen3MoeExperts): experts_implementation='eager' does not "
+        "call _apply_gate in every case; choose grouped_mm or batched_mm"
     )
     assert align(model, "rope").sites
+    model.config._experts_implementation_internal = "sonicmoe"
+    assert "experts_implementation='sonicmoe' does not call _apply_gate" in error_of(model, "swiglu")
 
 
 def test_another_activation_is_an_error():
@@ -414,7 +461,7 @@ def test_a_compiled_model_is_an_error():
 def test_another_transformers_release_is_an_error(monkeypatch):
     monkeypatch.setattr(patch.transformers, "__version__", "4.57.0")
     assert error_of(tiny("qwen3"), "rope") == (
-        "transformers 4.57.0 is installed; rounding_align patches releases >=5.0,<6.0"
+        "transformers 4.57.0 is installed; rounding_align patches releases >=5.5,<5.11"
     )
 
 

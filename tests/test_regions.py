@@ -71,6 +71,14 @@ def test_gradient_is_right_in_fp64_for_every_subset_of_points(region, points):
     )
 
 
+@pytest.mark.parametrize("points", subsets(["cos_sin", "product"]), ids=ids)
+def test_gradient_of_rope_without_norm_is_right_in_fp64(points):
+    rows, _, _ = arguments("rope", torch.float64, rows=3, width=4)
+    q, k = rows["q"].requires_grad_(), rows["k"].requires_grad_()
+    function = REGIONS["rope"].function
+    assert torch.autograd.gradcheck(lambda q, k: function(q, k, rows["cos"], rows["sin"], Rounding(points)), (q, k))
+
+
 @pytest.mark.parametrize("region,points", CASES, ids=ids)
 def test_in_fp32_every_subset_of_points_agrees_exactly(region, points):
     args = arguments(region, torch.float32)

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -224,6 +225,28 @@ ERRORS = {
         [f"+{KEY}=paper", "actor_rollout_ref.model.tiled_mlp.enabled=True"],
         "actor_rollout_ref.model.tiled_mlp.enabled=True: it replaces the MLP's forward, so "
         f"{KEY}='rope+swiglu+add_rms_norm' cannot be applied; set it to False or leave out swiglu",
+    ),
+    "Ulysses": (
+        [f"+{KEY}=rope", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2: "
+        f"{KEY}='rope' has not been tested with Ulysses sequence parallelism; set it to 1 or rounding_align=none",
+    ),
+    "empty list": (
+        [f"+{KEY}=[]"],
+        f"{KEY}=[]: expected a name, names joined with +, or a list of names from none, rope, swiglu, add_rms_norm, "
+        "carry, paper, all",
+    ),
+    **{
+        f"key under {place or 'the root'}": (
+            [f"+{place}rounding_align=rope"],
+            f"{place}rounding_align='rope': nothing reads this key here; choose from {KEY}, {REF}, or the overlay "
+            "+rounding_align=NAME on the command line",
+        )
+        for place in ("", "trainer.", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model.")
+    },
+    "metrics key at the root": (
+        ["+rounding_align_metrics=True"],
+        "rounding_align_metrics=True: nothing reads this key here; choose trainer.rounding_align_metrics",
     ),
     "fp32": (
         [f"+{KEY}=rope", "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"],
@@ -624,7 +647,9 @@ def drive(model, *overrides, **environment):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={model('qwen3')}"]
     command += ["actor_rollout_ref.rollout.name=vllm", *overrides]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    start = time.monotonic()
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    print(f"failed in the driver after {time.monotonic() - start:.1f} s")  # shown by pytest -rP
     assert run.returncode == 1 and "ray init kwargs" not in run.stdout  # verl prints these before it starts Ray
     return run.stdout + run.stderr
 

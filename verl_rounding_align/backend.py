@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import shutil
 import types
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ from .rounding import Rounding
 
 BACKENDS = ("auto", "compile", "eager")
 OPTIONS = {"emulate_precision_casts": True}
+# graphs of one region: {stored, fp32} stream x {with, without} gradients x epsilons of the models in one process; Dynamo's
+# default of 8 would be an error under fullgraph. Releases before 2.12 have one limit for everything: left alone.
+LIMIT = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 
 
 @functools.cache
@@ -77,7 +81,7 @@ def compiled(function: Callable, rnd: Rounding) -> Callable:
         return clone(rnd=rnd, **kwargs)
 
     region.__code__ = region.__code__.replace(co_name=f"{function.__name__}_{'_'.join(sorted(rnd.points)) or 'none'}")
-    return torch.compile(region, fullgraph=True, options=OPTIONS)
+    return torch.compile(region, fullgraph=True, options=OPTIONS, **LIMIT)
 
 
 def plain(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -98,11 +102,14 @@ def run(
 
     Args:
         function: a function of ``regions/``.
-        rows: arguments of shape (tokens, ...), with one common number of tokens.
+        rows: arguments of shape (tokens, ...) with one common number of tokens; model dtype, or fp32 where not stored.
         rnd: its Rounding.
         backend: ``compile`` or ``eager``; a single row always runs eagerly, as Dynamo specialises sizes 0 and 1.
-        params: weights, shape (features,).
+        params: weights, shape (features,), model dtype.
         static: python constants (eps, dtype): one graph each.
+
+    Returns:
+        What ``function`` returns: tensors (tokens, ...).
     """
     params = params or {}
     first = next(iter(rows.values()))

@@ -47,7 +47,11 @@ def presets(json: Json = None) -> None:
         for p in PRESETS.values()
     ]
     columns = ("preset", "rope", "MLP", "experts", "add after attention", "add after MLP", "releases", "evidence")
-    report.show(report.table("Rounding points stored in the model dtype", columns, rows))
+    sources = [(p.name, f"{p.source}. {p.note}".rstrip()) for p in PRESETS.values()]
+    report.show(
+        report.table("Rounding points stored in the model dtype", columns, rows),
+        report.table("Where each row is from", ("preset", "source"), sources),
+    )
     if json:
         report.write_json(json, {"presets": [dict(zip(columns, row, strict=True)) for row in rows]})
 

@@ -46,7 +46,7 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3Moe", qk_norm=True, experts=True),
     )
 }
-TRANSFORMERS = ("5.0", "6.0")  # releases [low, high) that the structure checks of patch.py are written for
+TRANSFORMERS = ("5.5", "5.11")  # releases [low, high) that the structure checks of patch.py are written for
 
 
 def get(model_type: str, key: str = "model_type") -> Family:

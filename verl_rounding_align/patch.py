@@ -48,6 +48,7 @@ _LAYER_SIGNATURE = (
     "position_embeddings",
     "kwargs",
 )
+_EXPERTS = ("grouped_mm", "batched_mm")  # implementations that always call _apply_gate
 _ROTARY = "apply_rotary_pos_emb"
 
 
@@ -80,7 +81,10 @@ class Site:
 
 @dataclass(frozen=True)
 class _Claim:
-    """A callable that will be bound to ``module`` as attribute ``attr``; ``part`` names the family's class."""
+    """A callable that will be bound to ``module`` as attribute ``attr``; ``part`` names the family's class.
+
+    ``counted``: whether the callable counts its calls.
+    """
 
     fqn: str
     module: nn.Module
@@ -88,6 +92,7 @@ class _Claim:
     attr: str
     function: Callable
     site: Site | None = None
+    counted: bool = True
 
 
 class Alignment:
@@ -105,6 +110,7 @@ class Alignment:
     def __init__(self, plan: Plan, family: families.Family, layers: int, backend: str):
         self.plan, self.family, self.layers, self.backend = plan, family, layers, backend
         self.sites: list[Site] = []
+        self.patched: list[str] = []  # fqns of the sites, and of the layers that carry the residual stream between them
         self.calls: Counter[str] = Counter()
         self.notes: list[str] = []
         self.ran: set[str] = set()
@@ -114,11 +120,13 @@ class Alignment:
         """Give the model its own forwards back, exactly."""
         while self._undo:
             self._undo.pop()()
-        self.sites, self.notes = [], []
+        self.sites, self.patched, self.notes = [], [], []
+        self.calls.clear()
+        self.ran.clear()
 
     def idle(self) -> list[str]:
-        """Return the fqns of sites that no forward has reached yet."""
-        return [site.fqn for site in self.sites if not self.calls[site.fqn]]
+        """Return the fqns of patched modules that no forward has reached yet."""
+        return [fqn for fqn in self.patched if not self.calls[fqn]]
 
     def __str__(self) -> str:
         if not self.sites:
@@ -193,6 +201,8 @@ def align(
     for claim in claims:
         setattr(claim.module, claim.attr, types.MethodType(claim.function, claim.module))
         alignment._undo.append(lambda c=claim: delattr(c.module, c.attr))
+        if claim.counted:
+            alignment.patched.append(claim.fqn)
         if claim.site is not None:
             alignment.sites.append(claim.site)
     if plan.rounding("attention") and plan.engine != plan.trainer:
@@ -256,7 +266,8 @@ def _claims(prefix: str, stack: nn.Module, family: families.Family, alignment: A
             claim(f"{fqn}.self_attn", attention, "Attention", "attention", _attention_forward, family, rotary)
             for name in ("q_norm", "k_norm") if family.qk_norm else ():
                 norm = getattr(attention, name)
-                claims.append(_Claim(f"{prefix}{fqn}.self_attn.{name}", norm, "RMSNorm", "forward", _pass_through))
+                name = f"{prefix}{fqn}.self_attn.{name}"
+                claims.append(_Claim(name, norm, "RMSNorm", "forward", _pass_through, counted=False))
         if plan.rounding("attn_add"):
             norm = layer.post_attention_layernorm
             claim(f"{fqn}.post_attention_layernorm", norm, "RMSNorm", "attn_add", _norm_forward)
@@ -288,9 +299,10 @@ def _check(claims: list[_Claim], family: families.Family, plan: Plan, key: str) 
         forward = inspect.unwrap(getattr(type(module), c.attr))
         if c.part == "Experts":
             implementation = getattr(module.config, "_experts_implementation", None)
-            if implementation == "eager":
+            if implementation not in _EXPERTS:
                 raise ValueError(
-                    f"{where}: experts_implementation='eager' never calls {c.attr}; choose grouped_mm or batched_mm"
+                    f"{where}: experts_implementation={implementation!r} does not call {c.attr} in every case; "
+                    f"choose {' or '.join(_EXPERTS)}"
                 )
             if forward.__module__ != "transformers.integrations.moe":
                 raise ValueError(f"{where} has its class's {c.attr} replaced by {forward.__module__}")
@@ -328,9 +340,11 @@ class _Context:
     def __init__(self, alignment: Alignment, fqn: str):
         self.alignment, self.fqn = alignment, fqn
 
+    @torch.compiler.disable
     def count(self) -> None:
         self.alignment.calls[self.fqn] += 1
 
+    @torch.compiler.disable
     def backend(self, x: torch.Tensor) -> str:
         """Return ``compile`` or ``eager``: settled where the model runs, not where it is built."""
         backend = backends.resolve(self.alignment.backend, x.device.type)
@@ -400,7 +414,10 @@ def _attention_forward(rnd: Rounding, context: _Context, family: families.Family
 
 
 def _rope(q, k, cos, sin, rnd, backend, norms, eps):
-    """Rotate q (batch, heads, tokens, head_dim) and k; heads lie inside tokens in memory, so rows are tokens."""
+    """Return rotated q (batch, heads, tokens, head_dim) and k (batch, kv_heads, tokens, head_dim), model dtype.
+
+    cos, sin: (batch or 1, tokens, head_dim). Heads lie inside tokens in memory, so the compiled region's rows are tokens.
+    """
     batch, _, tokens, head_dim = q.shape
     if backend == "eager":
         rows = dict(q=q, k=k, cos=cos.unsqueeze(1), sin=sin.unsqueeze(1))
@@ -420,7 +437,13 @@ def _rope(q, k, cos, sin, rnd, backend, norms, eps):
 
 def _norm_forward(rnd: Rounding, context: _Context) -> Callable:
     def forward(self, hidden_states, residual=None, with_carry=False):
-        """Norm of a residual sum (sealed or plain), or of ``hidden_states + residual``, then with the new carry."""
+        """Return the norm of a residual sum, or of ``hidden_states + residual``; with it the carry, if asked or added.
+
+        Args:
+            hidden_states: (..., hidden_size) model dtype, or the sealed sum (..., hidden_size / 2) complex64.
+            residual: (..., hidden_size) model dtype or fp32: add it first, return (out, carry).
+            with_carry: return (out, carry) of a sum that is there already.
+        """
         context.count()
         dtype, weight, eps = self.weight.dtype, self.weight, self.variance_epsilon
         if residual is not None:
@@ -435,7 +458,11 @@ def _norm_forward(rnd: Rounding, context: _Context) -> Callable:
 
 
 def _layer_forward(rnd_in: Rounding, rnd_out: Rounding, first: bool, context: _Context) -> Callable:
-    """Return a decoder layer's forward; ``rnd_in`` governs the sum it reads, ``rnd_out`` the sum it returns."""
+    """Return a decoder layer's forward; ``rnd_in`` governs the sum it reads, ``rnd_out`` the sum it returns.
+
+    The forward takes hidden states (batch, tokens, hidden_size) in the model dtype, or, after the first layer and where
+    ``rnd_in`` does not store them, sealed (batch, tokens, hidden_size / 2) complex64; it returns them likewise.
+    """
     sealed_in = not first and not (rnd_in.stores("sum") and rnd_in.stores("carry"))
 
     def forward(
@@ -448,6 +475,7 @@ def _layer_forward(rnd_in: Rounding, rnd_out: Rounding, first: bool, context: _C
         position_embeddings=None,
         **kwargs,
     ):
+        context.count()
         dtype = self.input_layernorm.weight.dtype
         narrow = dtype != torch.promote_types(dtype, torch.float32)
         expected = torch.complex64 if narrow and sealed_in else dtype

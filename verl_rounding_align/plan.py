@@ -71,7 +71,7 @@ def _names(value, key: str) -> list[str]:
         return ["none"]
     if isinstance(value, str):
         return [part.strip() for part in value.split("+")]
-    if isinstance(value, Sequence) and all(isinstance(part, str) for part in value):
+    if isinstance(value, Sequence) and value and all(isinstance(part, str) for part in value):
         return list(value)
     raise ValueError(
         f"{key}={value!r}: expected a name, names joined with +, or a list of names from {', '.join(CHOICES)}"

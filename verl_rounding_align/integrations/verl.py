@@ -86,6 +86,7 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
     Raises:
         ValueError: the key, its value and the legal choices, or the setting that is in its way.
     """
+    _check_places(config)
     _check_metrics(config)
     sections = {role: config.actor_rollout_ref[role] for role in ROLES}
     if not any(KEY in section for section in sections.values()):
@@ -119,6 +120,27 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
         where = rollout[1] if rollout else "preset named in the config"
         print(f"rounding_align: {'; '.join(lines)} ({where})", flush=True)
     return resolved
+
+
+def _check_places(config) -> None:
+    """Raise where one of the keys stands in a place that nothing reads: verl would not notice."""
+    aligned = config.actor_rollout_ref
+    places = {"": config, "trainer.": config.trainer, "actor_rollout_ref.": aligned}
+    places |= {
+        f"actor_rollout_ref.{name}.": aligned[name] for name in ("rollout", "model") if aligned.get(name) is not None
+    }
+    right = f"actor_rollout_ref.actor.{KEY}, actor_rollout_ref.ref.{KEY}"
+    for place, section in places.items():
+        if KEY in section:
+            raise ValueError(
+                f"{place}{KEY}={_plain(section[KEY])!r}: nothing reads this key here; choose from {right}, or the overlay "
+                f"+{KEY}=NAME on the command line"
+            )
+        if "rounding_align_metrics" in section and place != "trainer.":
+            raise ValueError(
+                f"{place}rounding_align_metrics={section['rounding_align_metrics']!r}: nothing reads this key here; "
+                f"choose {METRICS_KEY}"
+            )
 
 
 def _check_run(config) -> None:
@@ -179,6 +201,13 @@ def _check_role(config, role: str, plan, key: str) -> None:
         raise ValueError(
             f"actor_rollout_ref.model.tiled_mlp.enabled=True: it replaces the MLP's forward, so {what} cannot be "
             "applied; set it to False or leave out swiglu"
+        )
+    parallel = section.fsdp_config.get("ulysses_sequence_parallel_size", 1) or 1
+    parallel = max(parallel, section.get("ulysses_sequence_parallel_size", 1) or 1)
+    if parallel > 1:
+        raise ValueError(
+            f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size={parallel}: {what} has not been tested with Ulysses "
+            f"sequence parallelism; set it to 1 or {KEY}=none"
         )
     mixed = section.fsdp_config.get("mixed_precision") or {}
     where = f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.param_dtype"
@@ -409,7 +438,10 @@ class AlignedEngine:
                     f"something else runs in their place: {', '.join(idle[:5])}{', ...' if len(idle) > 5 else ''}"
                 )
             if self.rounding_align_forwards == 1:
-                print(f"rounding_align: regions run by backend {'+'.join(sorted(alignment.ran))}", flush=True)
+                role, rank = getattr(self.engine_config, KEY)[0], os.environ.get("RANK", "0")
+                print(
+                    f"rounding_align: regions run: {'+'.join(sorted(alignment.ran))} ({role}, rank {rank})", flush=True
+                )
         return output
 
 

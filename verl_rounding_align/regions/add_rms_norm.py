@@ -59,6 +59,9 @@ def add_rms_norm(
     """Return ``(out, carry)``: the norm's output in the model dtype, the residual stream stored or in compute dtype.
 
     Args: see :func:`add` and :func:`rms_norm`.
+
+    Returns:
+        Two tensors (..., hidden_size).
     """
     total = up(delta) + up(residual)
     return rms_norm(total, weight, eps, rnd, delta.dtype), rnd("carry", total, delta.dtype)

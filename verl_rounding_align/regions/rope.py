@@ -83,5 +83,8 @@ def rope(
         rnd: which of ``POINTS`` are stored.
         q_weight, k_weight: (head_dim,) weights of the Q and K norms, or None.
         eps: epsilon of the norms.
+
+    Returns:
+        Tensors like ``q`` and ``k``, model dtype.
     """
     return rotate(q, cos, sin, rnd, q_weight, eps), rotate(k, cos, sin, rnd, k_weight, eps)
