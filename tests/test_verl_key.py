@@ -374,7 +374,7 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
     monkeypatch.setattr("verl_rounding_align.patch.transformers.__version__", "4.57.0")
     with pytest.raises(ValueError) as error:
         validate(updated(f"+{KEY}=rope"))
-    assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.0,<6.0"
+    assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.5,<5.11"
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_the_engine_aligns_what_it_builds_and_says_so(capsys):
         "plan": "rope+swiglu+add_rms_norm+carry: hf_eager -> vllm_compiled",
         "sites": 9,
         "forwards": 0,
-        "idle": [site.fqn for site in engine.rounding_alignment.sites],
+        "idle": engine.rounding_alignment.patched,
     }
     engine.forward_backward_batch(tokens(), None)
     assert (integration._report(engine)["forwards"], integration._report(engine)["idle"]) == (1, [])
