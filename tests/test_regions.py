@@ -106,7 +106,9 @@ def test_compiled_region_keeps_its_points(region, points):
         else:
             differs = eager != fused
             assert differs.float().mean() <= 1.2e-4
-            assert torch.allclose(eager.float(), fused.float(), rtol=2**-7, atol=0)
+            # rope sums two products that may cancel: one step of the largest product, not of the sum
+            atol = 2**-8 * eager.abs().max().item() if region == "rope" else 0
+            assert torch.allclose(eager.float(), fused.float(), rtol=2**-7, atol=atol)
 
 
 @pytest.mark.parametrize("points", [frozenset(), frozenset({"cos_sin"}), frozenset({"cos_sin", "product"})], ids=ids)
