@@ -259,7 +259,9 @@ def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatc
     Dynamo's own count; what they are compiled to does not matter here, so that nothing is (backend ``eager``)."""
     compile_ = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda f, fullgraph=False, options=None: compile_(f, backend="eager", fullgraph=fullgraph)
+        torch,
+        "compile",
+        lambda f, fullgraph=False, options=None, **limit: compile_(f, backend="eager", fullgraph=fullgraph),
     )
     monkeypatch.setattr(overhead, "build", lambda *args: ("tiny", tiny("llama", layers=1)))
     found = overhead.run_alternatives(
