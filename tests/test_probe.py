@@ -290,13 +290,14 @@ def test_vllm_has_exactly_one_answer_per_site_and_it_is_the_preset(layers, mode,
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_with_emulate_precision_casts_compiled_vllm_stores_what_its_source_stores(layers, monkeypatch):
+def test_with_emulate_precision_casts_compiled_vllm_stores_what_its_source_stores(layers):
     """Inductor then keeps the source's casts: Hugging Face's points, but vLLM's native norm reads the unrounded sum."""
     from test_presets_vllm import SPECS, vllm_layers
 
     layers("qwen3", "compiled")
-    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
-    rows = {row.kind: row for row in probe.probe(vllm_layers.VllmLayers(SPECS["qwen3"], "compiled"), VLLM_CASES)}
+    # torch's own patch: monkeypatch deletes the entry when it undoes
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        rows = {row.kind: row for row in probe.probe(vllm_layers.VllmLayers(SPECS["qwen3"], "compiled"), VLLM_CASES)}
     hf = presets.get("hf_eager").points
     want = {"attention": hf["attention"], "mlp": hf["mlp"], "final": {"normed"}}
     want |= dict.fromkeys(("attn_add", "mlp_add"), {"normed", "carry"})
