@@ -69,9 +69,10 @@ def checkpointing(shape: str, layers: int | None) -> None:
 
 
 def alternatives(shape: str, layers: int | None) -> None:
-    """What a user would pick instead: whole-model compile, fp32 LM head, Liger where it runs."""
-    layers = min(layers or 4, 4)
-    rows = overhead.run_alternatives(shape=shape, layers=layers, tokens=TOKENS, device="cpu", threads=1)
+    """What a user would pick instead, two layers: whole-model compile, fp32 LM head, Liger where it runs."""
+    rows = overhead.run_alternatives(
+        shape=shape, layers=2, tokens=TOKENS, lengths=6, device="cpu", threads=1, pairs=overhead.MINIMUM_PAIRS
+    )
     report.show(overhead.render_alternatives(rows))
     _write(f"alternatives-{shape}", rows)
 
