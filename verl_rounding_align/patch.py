@@ -218,7 +218,8 @@ def align(
 def _restore_frequencies(rotary: nn.Module, alignment: Alignment) -> None:
     """Give a rotary module fp32 frequencies again if ``model.to(dtype)`` has rounded them.
 
-    Engines keep them in fp32, and so does ``from_pretrained(dtype=...)``; verl 0.9 calls ``.to(model_dtype)`` after it.
+    Engines keep them in fp32, and so does ``from_pretrained(dtype=...)``; verl 0.9 calls ``.to(model_dtype)`` after it,
+    which rounds them where ``fsdp_config.model_dtype`` is bf16 (its default is fp32).
     In bf16 they are off by up to 2^-9, which at position 1000 turns some pairs by a radian: no rounding point, and larger
     than all of them together (mean log-prob difference of 0.09 nats on SmolLM2-135M at 512 tokens).
     """

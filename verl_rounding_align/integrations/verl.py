@@ -439,9 +439,8 @@ class AlignedEngine:
                 )
             if self.rounding_align_forwards == 1:
                 role, rank = getattr(self.engine_config, KEY)[0], os.environ.get("RANK", "0")
-                print(
-                    f"rounding_align: regions run: {'+'.join(sorted(alignment.ran))} ({role}, rank {rank})", flush=True
-                )
+                ran = "+".join(sorted(alignment.ran))
+                print(f"rounding_align: {role}, rank {rank}: regions run by {ran}", flush=True)
         return output
 
 
