@@ -167,6 +167,29 @@ def test_compile_without_a_compiler_is_an_error_and_auto_falls_back(monkeypatch)
     assert str(error.value) == ("backend='compile': no compiler for device 'cpu' was found; choose auto or eager")
 
 
+def test_a_torch_that_deletes_points_is_noticed(monkeypatch):
+    """The check that runs wherever the tests of this file have not: it passes here, and fails with the flag off."""
+    assert backend.outputs_differ("cpu")
+    backend.compiled.cache_clear()
+    monkeypatch.setattr(backend, "OPTIONS", {"emulate_precision_casts": False})
+    assert not backend.outputs_differ("cpu")
+    backend.compiled.cache_clear()
+
+
+def test_where_points_are_deleted_auto_falls_back_and_compile_is_an_error(monkeypatch):
+    assert backend.points_survive.__wrapped__("cpu")
+    monkeypatch.setattr(backend, "outputs_differ", lambda device: False)
+    monkeypatch.setattr(backend.torch, "__version__", "2.11.0")
+    monkeypatch.setattr(backend, "points_survive", backend.points_survive.__wrapped__)
+    assert backend.resolve("auto", "cpu") == "eager"
+    with pytest.raises(ValueError) as error:
+        backend.resolve("compile", "cpu")
+    assert str(error.value) == (
+        "backend='compile': torch 2.11.0 deletes rounding points inside compiled regions on device 'cpu'; choose auto or "
+        "eager"
+    )
+
+
 def test_a_machine_without_a_cpp_compiler_is_recognised(monkeypatch):
     assert backend.compiler_found.__wrapped__("cpu")
     monkeypatch.setattr(backend.shutil, "which", lambda name: None)
