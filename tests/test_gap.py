@@ -84,7 +84,8 @@ def test_scores_are_the_models_own_log_probs(rollouts):
         log_probs = model(ids[None]).logits[0].float().log_softmax(-1)
         expected = torch.stack([log_probs[t - 1, ids[t]] for t in range(4, len(ids))])
         start, end = rollouts.response_offsets[i : i + 2]
-        # the same forward, with an attention mask of ones: SDPA's masked kernel sums in another order
+        # the same forward, with an attention mask of ones: SDPA's masked kernel sums in another order, which moves logits
+        # by a bf16 step; half a step of a logit between 4 and 8 is 2^-6
         assert torch.allclose(scores[start:end], expected, atol=2**-6, rtol=0)
     shifted = torch.roll(scores, 1)
     assert (shifted - scores).abs().max() > 0.1  # the tolerance above sees a one-token shift

@@ -194,7 +194,7 @@ def _register_engine(module: ModuleType) -> None:
         def _build_fsdp_module(self, model):
             strategy = self.engine_config.strategy
             if strategy != "fsdp2":
-                raise NotImplementedError(
+                raise ValueError(
                     f"VERL_PLATFORM=cpu runs strategy='fsdp2', not {strategy!r}: FSDP1 as verl sets it up "
                     "(sync_module_states) needs parameters on an accelerator"
                 )
@@ -208,9 +208,7 @@ def _register_engine(module: ModuleType) -> None:
 
         def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
             if getattr(output, "logits", None) is None:
-                raise NotImplementedError(
-                    "VERL_PLATFORM=cpu needs the model's logits: set model.use_fused_kernels=False"
-                )
+                raise ValueError("VERL_PLATFORM=cpu needs the model's logits: set model.use_fused_kernels=False")
             output.logits = output.logits.float()
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
