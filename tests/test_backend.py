@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from test_fsdp import wrap
-from tiny import same, step, tiny, tokens
+from tiny import leave, same, step, tiny, tokens
 from torch._dynamo.utils import counters
 
 from verl_rounding_align import align, backend
@@ -142,7 +142,7 @@ def sharded(rank: int, path: str):
     assert torch.equal(out, logits)
     for name, p in model.named_parameters():
         assert torch.equal(p.grad.full_tensor().to(torch.bfloat16), gradients[name]), name
-    dist.destroy_process_group()
+    leave()
 
 
 def test_sharded_compiled_model_equals_the_unsharded_one(tmp_path):

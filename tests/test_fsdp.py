@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tiny import step, tiny, tokens
+from tiny import leave, step, tiny, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -98,7 +98,7 @@ def worker(rank: int, path: str, strategy: str, model_type: str):
         with pytest.raises(ValueError, match="expected torch.complex64"):
             model(ids)
         assert seen == [torch.float32]
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -130,4 +130,4 @@ def trap(rank: int, path: str):
     probe(x)
     assert probe.seen == torch.bfloat16
     assert torch.equal(probe(patch.seal(x)), x) and probe.seen == torch.complex64
-    dist.destroy_process_group()
+    leave()
