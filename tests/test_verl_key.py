@@ -177,7 +177,7 @@ def test_verl_itself_refuses_the_key(config):
 
 # ------------------------------------------------------------------------------------------------------------ errors
 
-CHOICES = "choose from none, rope, swiglu, add_rms_norm, carry, paper, all (join with +)"
+CHOICES = "choose from none, rope, swiglu, add_rms_norm, carry, paper, all, auto (join with +)"
 LIGER = (
     "actor_rollout_ref.model.use_liger=True: Liger's kernels replace rope, swiglu, add_rms_norm, carry, so {}='swiglu' "
     "cannot be applied; set use_liger=False or rounding_align=none"
@@ -188,7 +188,7 @@ ERRORS = {
     "type": (
         [f"+{KEY}=3"],
         f"{KEY}=3: expected a name, names joined with +, or a list of names from none, rope, swiglu, add_rms_norm, "
-        "carry, paper, all",
+        "carry, paper, all, auto",
     ),
     "preset": (
         [f"+{KEY}={{regions: rope, engine: vllm}}"],
@@ -234,7 +234,7 @@ ERRORS = {
     "empty list": (
         [f"+{KEY}=[]"],
         f"{KEY}=[]: expected a name, names joined with +, or a list of names from none, rope, swiglu, add_rms_norm, "
-        "carry, paper, all",
+        "carry, paper, all, auto",
     ),
     **{
         f"key under {place or 'the root'}": (
@@ -269,7 +269,7 @@ ERRORS = {
     "batch invariant": (
         [f"+{KEY}=rope", "actor_rollout_ref.rollout.full_determinism=True"],
         "actor_rollout_ref.rollout.full_determinism=True (or VLLM_BATCH_INVARIANT=1): vLLM's batch-invariant kernels round "
-        f"elsewhere and no preset covers them; switch it off, {ESCAPE}",
+        "elsewhere and no preset covers them; switch it off, or let the engine be asked: rounding_align=auto",
     ),
     "quantized": (
         [f"+{KEY}=rope", "actor_rollout_ref.rollout.quantization=fp8"],
@@ -286,7 +286,7 @@ ERRORS = {
     "custom ops": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"],
         f"{VLLM}.compilation_config.custom_ops=['+rms_norm']: it moves vLLM's rounding; presets cover ['none'] only "
-        f"(the default here), {ESCAPE}",
+        "(the default here); leave it out, or let the engine be asked: rounding_align=auto",
     ),
     "fusion pass": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=True"],
@@ -394,8 +394,9 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
     ],
 )
 def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager):
-    preset, _ = integration.rollout_preset(updated(*overrides))
-    assert preset.name == ("vllm_cuda" if eager else "vllm_compiled_split")
+    config = updated(*overrides)
+    found = integration.rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device)
+    assert (found.eager, found.device) == (eager, "cuda")
 
 
 def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
@@ -89,6 +90,7 @@ def probe(
     family: Annotated[str | None, typer.Option(help="instead of a model: a family's default config")] = None,
     engine: Annotated[str, typer.Option(help="engine whose layers are run")] = "vllm",
     mode: Annotated[str, typer.Option(help="compiled, eager or both")] = "both",
+    compilation_config: Annotated[str, typer.Option(help="JSON: what the rollout sets there, e.g. custom_ops")] = "{}",
     json: Json = None,
 ) -> None:
     """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match."""
@@ -97,16 +99,16 @@ def probe(
     from .engine.probe import refute
     from .presets import resolve
 
-    rows = probe_vllm.run_probe(model, family, engine, mode)
-    report.show(probe_vllm.render(rows))
-    for row in rows:
+    found = probe_vllm.run_probe(model, family, engine, mode, compilation=loads(compilation_config))
+    report.show(probe_vllm.render(found.rows), *(f"{m}: {f}" for m, f in found.fingerprints.items()))
+    for row in found.rows:
         engine_name, version, device = row.engine.split()
         for line in refute([row], resolve(engine_name, version, device, row.mode == "eager")):
             report.show(f"preset refuted: {line}")
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
-        Path(json).write_text(probe_vllm.to_json(rows, versions=report.versions()) + "\n")
-    raise typer.Exit(probe_vllm.exit_code(rows))
+        Path(json).write_text(found.to_json(versions=report.versions()) + "\n")
+    raise typer.Exit(probe_vllm.exit_code(found.rows))
 
 
 @app.command()
