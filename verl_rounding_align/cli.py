@@ -99,13 +99,18 @@ def probe(
 
     rows = probe_vllm.run_probe(model, family, engine, mode)
     report.show(probe_vllm.render(rows))
-    for row in rows:
-        engine_name, version, device = row.engine.split()
-        for line in refute([row], resolve(engine_name, version, device, row.mode == "eager")):
-            report.show(f"preset refuted: {line}")
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
         Path(json).write_text(probe_vllm.to_json(rows, versions=report.versions()) + "\n")
+    for row in rows:
+        engine_name, version, device = row.engine.split()
+        try:
+            preset = resolve(engine_name, version, device, row.mode == "eager")
+        except ValueError as error:  # a release that no preset covers: there is nothing to refute
+            report.show(f"{row.kind}: {error}")
+            continue
+        for line in refute([row], preset):
+            report.show(f"preset refuted: {line}")
     raise typer.Exit(probe_vllm.exit_code(rows))
 
 
