@@ -62,14 +62,16 @@ def cell(rows: Iterable[tuple[str, Row]]) -> str:
     return ", ".join(f"{name} {braces(row.best)}" for name, row in rows)
 
 
-def verdict(rows: list[Row], preset: Preset | None) -> str:
+def verdict(families: Mapping[str, list[Row]], preset: Preset | None) -> str:
     """Return how many sites have exactly one answer, which do not, and whether the preset says the same."""
-    parts = [f"{sum(row.verdict == EXACT for row in rows)} of {len(rows)} sites exact"]
-    parts += [f"{row.kind} {row.verdict} ({row.share:.3%})" for row in rows if row.verdict != EXACT]
+    pairs = [(family, row) for family, found in families.items() for row in found]
+    others = [(family, row) for family, row in pairs if row.verdict != EXACT]
+    parts = [f"{len(pairs) - len(others)} of {len(pairs)} sites exact"]
+    parts += [f"{family} {row.kind} {row.verdict} ({row.share:.3%})" for family, row in others]
     if preset is None:
         parts.append("no preset")
     else:
-        parts.append(f"{'refutes' if refute(rows, preset) else 'agrees with'} `{preset.name}`")
+        parts.append(f"{'refutes' if refute([row for _, row in pairs], preset) else 'agrees with'} `{preset.name}`")
     return "; ".join(parts)
 
 
@@ -79,8 +81,7 @@ def run_cells(record: Mapping) -> list[list[str]]:
     cells = []
     for mode in MODES:
         families = rows_of(record, mode)
-        rows = [row for found in families.values() for row in found]
-        if not rows:
+        if not any(families.values()):
             continue
 
         def of(*kinds: str, families=families) -> str:
@@ -91,7 +92,7 @@ def run_cells(record: Mapping) -> list[list[str]]:
                 if row.kind in kinds
             )
 
-        checked = verdict(rows, preset_of(record["release"], mode))
+        checked = verdict(families, preset_of(record["release"], mode))
         cells.append(
             [record["release"], torch, f"CPU, {mode}", of("attention"), of("mlp"), of("experts"), of(*ADDS), checked]
         )
