@@ -72,7 +72,7 @@ def _evidence(every: str, **exceptions: str) -> dict[str, str]:
 
 _ALL = {region.name: " ".join(region.points) for region in REGIONS.values()}
 _READ = ("0.8.5", "0.33.0")  # releases of vLLM whose sources were read
-_RUN = ("0.30.0", "0.30.0")  # releases that the bitwise tests were run on
+_RUN = ("0.28.0", "0.32.0")  # releases whose CPU layers were run and matched at every site: recipes/engine_map
 
 
 def _vllm_cuda(name: str, low: str, high: str, rope: str, normed: bool) -> Preset:
@@ -107,7 +107,7 @@ PRESETS = {
             name="vllm_compiled",
             points=_points(rope="cos_sin"),
             evidence=_evidence(BITWISE),
-            source="torch.compile of vLLM 0.30 layers (native implementations), one graph for the whole model",
+            source="torch.compile of vLLM 0.28-0.32 layers (native implementations), one graph for the whole model",
             engine="vllm",
             device="cpu",
             eager=False,
@@ -128,7 +128,7 @@ PRESETS = {
             name="vllm_cpu",
             points=_points(rope="qk_normed qk_norm cos_sin", mlp="act", experts="", add="normed carry"),
             evidence=_evidence(BITWISE),
-            source="vLLM 0.30 CPU, enforce_eager=True: native norm and SiLU op by op, rotary and experts kernels of csrc/cpu",
+            source="vLLM 0.28-0.32 CPU, enforce_eager=True: native norm and SiLU op by op, rotary and experts kernels of csrc/cpu",
             engine="vllm",
             device="cpu",
             eager=True,
