@@ -72,4 +72,5 @@ def name_vllm(site_packages: Path) -> None:
 if __name__ == "__main__":
     drop_broken()
     name_vllm(Path(sysconfig.get_paths()["purelib"]))
-    print(f"setup: verl {metadata.version('verl')}, vllm {metadata.version('vllm')}, torch {metadata.version('torch')}")
+    found = {name: installed(name) for name in ("verl", "vllm", "torch")}
+    print("setup: " + ", ".join(f"{name} {version}" for name, version in found.items() if version))

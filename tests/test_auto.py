@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_probe import CASES, SPEC, Toy
-from tiny import tiny, tokens
+from tiny import tiny, tokens, verified
 
 from verl_rounding_align import align, presets
 from verl_rounding_align.engine import auto, probe, result
@@ -20,8 +20,8 @@ from verl_rounding_align.engine.spec import ModelSpec
 from verl_rounding_align.plan import parse_plan
 from verl_rounding_align.presets import BITWISE, UNPROVEN
 
-EAGER = presets.get("vllm_cpu").verified[0]
-COMPILED = presets.get("vllm_compiled").verified[0]
+EAGER = verified("vllm_cpu")
+COMPILED = verified("vllm_compiled")
 STORED = {"attention": {"cos_sin"}, "mlp": {"act"}, "experts": {"act"}, "attn_add": {"carry"}, "mlp_add": {"normed"}}
 
 

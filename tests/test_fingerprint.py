@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
+from tiny import verified
 
 from verl_rounding_align import presets
 from verl_rounding_align.engine.fingerprint import (
@@ -20,7 +21,7 @@ from verl_rounding_align.engine.fingerprint import (
 )
 from verl_rounding_align.integrations.vllm import rounding_align_fingerprint
 
-CPU = presets.get("vllm_compiled").verified[0]
+CPU = verified("vllm_compiled")
 OTHER = {"str": "other", "bool": lambda x: not x, "int": lambda x: x + 1, "tuple[str, ...]": lambda x: (*x, "other")}
 NAMES = [f.name for f in fields(Fingerprint)]
 

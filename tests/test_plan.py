@@ -114,6 +114,8 @@ def test_illegal_values_are_errors(value, message):
     [
         ("0.30.0", "cpu", False, "vllm_compiled"),
         ("0.30.0+cpu", "cpu", True, "vllm_cpu"),
+        ("0.28.0", "cpu", False, "vllm_compiled"),
+        ("0.32.0+cpu", "cpu", True, "vllm_cpu"),
         ("0.30.0", "cuda", False, "vllm_compiled_split"),
         ("0.33.0", "cuda", True, "vllm_cuda"),
         ("0.24.0", "cuda", True, "vllm_cuda"),
@@ -146,7 +148,7 @@ def test_a_rollout_gets_its_preset(version, device, eager, name):
         ),
         (
             ("vllm", "0.8.4", "cpu", False),
-            "rollout.name='vllm': no rounding preset for vllm 0.8.4 (compiled, cpu); releases covered: 0.30.0-0.30.0",
+            "rollout.name='vllm': no rounding preset for vllm 0.8.4 (compiled, cpu); releases covered: 0.28.0-0.32.0",
         ),
     ],
 )
@@ -159,10 +161,10 @@ def test_a_rollout_without_a_preset_is_an_error(args, message):
 def test_every_row_names_its_source_and_no_two_rows_claim_one_rollout():
     rows = [p for p in PRESETS.values() if p.engine]
     assert all(p.source for p in PRESETS.values())
-    for version in ("0.8.5", "0.15.0", "0.19.1", "0.20.0", "0.22.1", "0.23.0", "0.24.0", "0.30.0", "0.33.0"):
+    for version in ("0.8.5", "0.15.0", "0.19.1", "0.20.0", "0.22.1", "0.23.0", "0.24.0", "0.28.0", "0.32.0", "0.33.0"):
         for device, eager in [("cuda", True), ("cuda", False), ("cpu", True), ("cpu", False)]:
             matching = [p for p in rows if (p.device, p.eager) == (device, eager) and p.covers(version)]
-            assert len(matching) == (device == "cuda" or version == "0.30.0"), (version, device, eager)
+            assert len(matching) == (device == "cuda" or version in ("0.28.0", "0.32.0")), (version, device, eager)
 
 
 @pytest.mark.parametrize("module", ["rounding", "plan", "presets", "families", "backend"])

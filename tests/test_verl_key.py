@@ -21,7 +21,7 @@ import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from tiny import tiny, tokens
+from tiny import tiny, tokens, verified
 
 from verl_rounding_align import align, presets
 from verl_rounding_align.integrations import verl as integration
@@ -407,7 +407,7 @@ def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):
 
 # ------------------------------------------------------------------------------------------------------ a probed engine
 
-EAGER = presets.get("vllm_cpu").verified[0]
+EAGER = verified("vllm_cpu")
 
 
 def probed(note="", **evidence):
@@ -508,7 +508,7 @@ def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, c
 
 
 def test_one_replica_that_contradicts_the_plan_stops_the_run(monkeypatch):
-    answers(monkeypatch, asdict(EAGER), asdict(presets.get("vllm_compiled").verified[0]))
+    answers(monkeypatch, asdict(EAGER), asdict(verified("vllm_compiled")))
     with pytest.raises(RuntimeError) as error:
         integration.check_engines(trainer(NAMED))
     assert str(error.value).startswith(

@@ -113,13 +113,18 @@ def probe(
 
     found = probe_vllm.run_probe(model, family, engine, mode, compilation=loads(compilation_config))
     report.show(probe_vllm.render(found.rows), *(f"{m}: {f}" for m, f in found.fingerprints.items()))
-    for row in found.rows:
-        engine_name, version, device = row.engine.split()
-        for line in refute([row], resolve(engine_name, version, device, row.mode == "eager")):
-            report.show(f"preset refuted: {line}")
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
         Path(json).write_text(found.to_json(versions=report.versions()) + "\n")
+    for row in found.rows:
+        engine_name, version, device = row.engine.split()
+        try:
+            preset = resolve(engine_name, version, device, row.mode == "eager")
+        except ValueError as error:  # a release that no preset covers: there is nothing to refute
+            report.show(f"{row.kind}: {error}")
+            continue
+        for line in refute([row], preset):
+            report.show(f"preset refuted: {line}")
     raise typer.Exit(probe_vllm.exit_code(found.rows))
 
 

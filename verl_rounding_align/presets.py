@@ -12,7 +12,7 @@ Adding an engine is one row in ``PRESETS``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from packaging.version import Version
 
@@ -119,17 +119,27 @@ def _evidence(every: str, **exceptions: str) -> dict[str, str]:
     return {group: exceptions.get(group, every) for group in GROUPS}
 
 
-def _cpu(mode: str, **fields) -> Fingerprint:
-    """Return the fingerprint of vLLM 0.30 on CPU in its default settings."""
-    ops = "none" if mode == "compiled" else "all"
-    native = ("rms_norm=native", "fused_add_rms_norm=native")
-    found = Fingerprint("vllm", "0.30.0", "cpu", mode, custom_ops=(ops,), ir_op_priority=native, torch="2.13.0")
-    return replace(found, backend="inductor" if mode == "compiled" else "", **fields)
+def _cpu(mode: str) -> tuple[Fingerprint, ...]:
+    """Return the fingerprints of vLLM on CPU in its default settings that recipes/engine_map found, one per release."""
+    compiled = mode == "compiled"
+    return tuple(
+        Fingerprint(
+            engine="vllm",
+            version=f"0.{minor}.0",
+            device="cpu",
+            mode=mode,
+            backend="inductor" if compiled else "",
+            custom_ops=("none" if compiled else "all",),
+            ir_op_priority=("rms_norm=native", "fused_add_rms_norm=native"),
+            torch="2.13.0",
+        )
+        for minor in range(28, 33)
+    )
 
 
 _ALL = {region.name: " ".join(region.points) for region in REGIONS.values()}
 _READ = ("0.8.5", "0.33.0")  # releases of vLLM whose sources were read
-_RUN = ("0.30.0", "0.30.0")  # releases that the bitwise tests were run on
+_RUN = ("0.28.0", "0.32.0")  # releases whose CPU layers were run and matched at every site: recipes/engine_map
 
 
 def _vllm_cuda(name: str, low: str, high: str, rope: str, normed: bool) -> Preset:
@@ -164,12 +174,12 @@ PRESETS = {
             name="vllm_compiled",
             points=_points(rope="cos_sin"),
             evidence=_evidence(BITWISE),
-            source="torch.compile of vLLM 0.30 layers (native implementations), one graph for the whole model",
+            source="torch.compile of vLLM 0.28-0.32 layers (native implementations), one graph for the whole model",
             engine="vllm",
             device="cpu",
             eager=False,
             versions=_RUN,
-            verified=(_cpu("compiled"),),
+            verified=_cpu("compiled"),
         ),
         Preset(
             name="vllm_compiled_split",
@@ -186,12 +196,12 @@ PRESETS = {
             name="vllm_cpu",
             points=_points(rope="qk_normed qk_norm cos_sin", mlp="act", experts="", add="normed carry"),
             evidence=_evidence(BITWISE),
-            source="vLLM 0.30 CPU, enforce_eager=True: native norm and SiLU op by op, rotary and experts kernels of csrc/cpu",
+            source="vLLM 0.28-0.32 CPU, enforce_eager=True: native norm and SiLU op by op, rotary and experts kernels of csrc/cpu",
             engine="vllm",
             device="cpu",
             eager=True,
             versions=_RUN,
-            verified=(_cpu("eager"),),
+            verified=_cpu("eager"),
             note="experts: silu approximated in fp32 (fast_exp), within one step of the model dtype",
         ),
         _vllm_cuda("vllm_cuda", "0.24.0", "0.33.0", rope="", normed=False),

@@ -9,7 +9,8 @@ traced through where its IR is not wrapped (CPU), by its post-grad pass where it
 Around the norms stands what surrounds them in a model: operators that compilers cannot look into and cannot fuse with,
 in place of the MLP and of attention; where vLLM splits its graph at attention, it splits at the stand-in.
 
-This file is the only one that touches vLLM's internals; tested with vLLM 0.30 (CPU), refuses other releases.
+This file is the only one that touches vLLM's internals; tested with vLLM 0.28 to 0.32 (CPU), refuses other releases.
+Of what it uses, those five differ in one signature, that of ``cpu_fused_moe`` (``_fused_moe``).
 
 Mirrors: vLLM 0.30 ``Qwen3Attention.forward``, ``Qwen3DecoderLayer.forward``, ``Worker.__init__`` (IR priority, wrap).
 """
@@ -31,8 +32,9 @@ from torch import nn
 from .spec import ModelSpec
 from .vllm_fingerprint import of_config
 
-TESTED = ("0.30", "0.31")  # vLLM releases [low, high)
-if not Version(TESTED[0]) <= Version(Version(vllm.__version__).base_version) < Version(TESTED[1]):
+TESTED = ("0.28", "0.33")  # vLLM releases [low, high); recipes/engine_map ran every one of them
+_RELEASE = Version(Version(vllm.__version__).base_version)
+if not Version(TESTED[0]) <= _RELEASE < Version(TESTED[1]):
     raise ImportError(
         f"vLLM {vllm.__version__}: the layers' internals were read and tested for vLLM >= {TESTED[0]}, < {TESTED[1]} only"
     )
@@ -269,14 +271,22 @@ class VllmLayers:
 
             isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"  # vLLM's choice on x86
             w13, w2 = ops.cpu_prepack_moe_weight(w13, isa), ops.cpu_prepack_moe_weight(w2, isa)
-            out = torch.empty_like(gate_up)
-            ops.cpu_fused_moe(out, gate_up.clone(), w13, w2, None, None, weights, ids, "silu", isa)
+            out = _fused_moe(ops, gate_up.clone(), w13, w2, None, None, weights, ids, "silu", isa)
         else:
             from vllm.model_executor.layers.fused_moe import fused_experts
 
             with self._scope(), set_current_vllm_config(self.config), set_forward_context(None, self.config):
                 out = fused_experts(gate_up.clone(), w13, w2, weights, ids.to(gate_up.device))
         return out[:, :size]
+
+
+def _fused_moe(ops, x: torch.Tensor, *args) -> torch.Tensor:
+    """Return the output, like ``x``, of vLLM's fused-experts kernel for CPU."""
+    if _RELEASE.release < (0, 30):  # until 0.29 it returns its output, since 0.30 it writes to its first argument
+        return ops.cpu_fused_moe(x, *args)
+    out = torch.empty_like(x)
+    ops.cpu_fused_moe(out, x, *args)
+    return out
 
 
 @contextlib.contextmanager

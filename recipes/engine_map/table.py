@@ -1,0 +1,160 @@
+"""Write the table in README.md from the results and the presets; --check: fail if it differs.
+
+Releases that were run come from ``results/*.json``; the CUDA rows are the presets' own, read from source and not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from packaging.version import Version
+
+from verl_rounding_align.engine.probe import EXACT, Row, refute
+from verl_rounding_align.presets import PRESETS, Preset, resolve
+from verl_rounding_align.report import points as braces
+
+HERE = Path(__file__).parent
+COLUMNS = ("vLLM", "torch", "device, mode", "attention", "MLP", "experts", "adds", "verdict")
+ADDS = ("attn_add", "mlp_add", "final")
+MODES = ("compiled", "eager")
+
+
+def load(folder: Path = HERE / "results") -> list[dict]:
+    """Return the results, oldest release first."""
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(records, key=lambda record: Version(record["release"]))
+
+
+def rows_of(record: Mapping, mode: str) -> dict[str, list[Row]]:
+    """Return family -> the probe's rows in one mode."""
+
+    def row(plain: Mapping) -> Row:
+        names = ("inert", "best", "points", "runner_up")
+        sets = {name: None if plain[name] is None else frozenset(plain[name]) for name in names}
+        return Row(**{**plain, **sets, "matches": tuple(map(frozenset, plain["matches"]))})
+
+    return {
+        family: [row(plain) for plain in answer["rows"] if plain["mode"] == mode]
+        for family, answer in record.get("probe", {}).items()
+    }
+
+
+def preset_of(release: str, mode: str) -> Preset | None:
+    """Return the preset for a release on a CPU, None if none covers it."""
+    try:
+        return resolve("vllm", release, "cpu", eager=mode == "eager")
+    except ValueError:
+        return None
+
+
+def cell(rows: Iterable[tuple[str, Row]]) -> str:
+    """Return what (name, row) pairs store: one set, that of the row with fewest inert points, if the others agree."""
+    rows = sorted(rows, key=lambda pair: len(pair[1].inert))
+    if not rows:
+        return ""
+    shown = rows[0][1].best
+    if all(row.best == shown - row.inert for _, row in rows):
+        return braces(shown)
+    return ", ".join(f"{name} {braces(row.best)}" for name, row in rows)
+
+
+def verdict(families: Mapping[str, list[Row]], preset: Preset | None) -> str:
+    """Return how many sites have exactly one answer, which do not, and whether the preset says the same."""
+    pairs = [(family, row) for family, found in families.items() for row in found]
+    others = [(family, row) for family, row in pairs if row.verdict != EXACT]
+    parts = [f"{len(pairs) - len(others)} of {len(pairs)} sites exact"]
+    parts += [f"{family} {row.kind} {row.verdict} ({row.share:.3%})" for family, row in others]
+    if preset is None:
+        parts.append("no preset")
+    else:
+        parts.append(f"{'refutes' if refute([row for _, row in pairs], preset) else 'agrees with'} `{preset.name}`")
+    return "; ".join(parts)
+
+
+def run_cells(record: Mapping) -> list[list[str]]:
+    """Return a release's rows of the table, one per mode; one row if it did not run."""
+    torch = record.get("versions", {}).get("torch", "")
+    cells = []
+    for mode in MODES:
+        families = rows_of(record, mode)
+        if not any(families.values()):
+            continue
+
+        def of(*kinds: str, families=families) -> str:
+            return cell(
+                (f"{family} {row.kind}" if len(kinds) > 1 else family, row)
+                for family, found in families.items()
+                for row in found
+                if row.kind in kinds
+            )
+
+        checked = verdict(families, preset_of(record["release"], mode))
+        cells.append(
+            [record["release"], torch, f"CPU, {mode}", of("attention"), of("mlp"), of("experts"), of(*ADDS), checked]
+        )
+    if record["status"] != "run":
+        cells.append([record["release"], torch, "CPU", "", "", "", "", record["status"].replace("|", "/")])
+    return cells
+
+
+def read_cells(preset: Preset) -> list[str]:
+    """Return the row of a preset that was read from source."""
+    adds = {kind: braces(preset.points[kind]) for kind in ("attn_add", "mlp_add")}  # after the final add nothing reads
+    same = len(set(adds.values())) == 1
+    doubts = [f"{group} {evidence}" for group, evidence in preset.evidence.items() if evidence != "source"]
+    return [
+        "-".join(dict.fromkeys(preset.versions)),
+        "",
+        f"CUDA, {'eager' if preset.eager else 'compiled'}",
+        braces(preset.points["attention"]),
+        braces(preset.points["mlp"]),
+        braces(preset.points["experts"]),
+        adds["attn_add"] if same else ", ".join(f"{kind} {text}" for kind, text in adds.items()),
+        "; ".join([f"read, not run (`{preset.name}`)", *doubts]),
+    ]
+
+
+def table(records: list[dict]) -> str:
+    """Return the Markdown table and a line on where the CPU rows were run."""
+    cells = [row for record in records for row in run_cells(record)]
+    cells += [read_cells(preset) for preset in PRESETS.values() if preset.device == "cuda"]
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *cells]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    where = {}
+    for record in records:
+        if "cpu" in record and "versions" in record:
+            flags = [name for name, there in record["cpu"].items() if there is True]
+            machine = f"Python {record['versions']['python']}, {record['versions']['machine']} with {', '.join(flags)}"
+            where.setdefault(machine, []).append(
+                f"{record['release']} (Transformers {record['versions']['transformers']})"
+            )
+    notes = [f"{', '.join(releases)}: {machine}." for machine, releases in where.items()]
+    return "\n\n".join([text, *notes])
+
+
+def filled(text: str, records: list[dict]) -> str:
+    """Return README text with the table renewed.
+
+    Raises:
+        ValueError: the text has no place for it.
+    """
+    pattern = re.compile(r"(<!-- engine map: .*? -->\n).*?(<!-- end engine map -->)", re.DOTALL)
+    text, count = pattern.subn(lambda found: f"{found[1]}\n{table(records)}\n\n{found[2]}", text)
+    if count != 1:
+        raise ValueError(f"README.md: {count} places for the table, expected one")
+    return text
+
+
+if __name__ == "__main__":
+    readme = HERE / "README.md"
+    before = readme.read_text()
+    after = filled(before, load())
+    if "--check" in sys.argv[1:]:
+        sys.exit(
+            "README.md: the table differs from the results; run recipes/engine_map/table.py" if after != before else 0
+        )
+    readme.write_text(after)
