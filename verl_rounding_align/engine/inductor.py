@@ -130,12 +130,12 @@ def check(tested: tuple[str, ...] = TESTED) -> None:
 
 
 @contextlib.contextmanager
-def record(tested: tuple[str, ...] = TESTED, stop: bool = False) -> Iterator[list[Graph]]:
+def record(tested: tuple[str, ...] = TESTED, stop: Callable[[Graph], bool] = lambda graph: False) -> Iterator[list[Graph]]:
     """Within the context, append a :class:`Graph` to the list that is returned for each graph that Inductor compiles.
 
     Args:
         tested: releases to accept.
-        stop: raise as soon as one schedule is read, so that no kernel is built (see :func:`stopped`).
+        stop: for which graph to raise once its schedule is read, before its kernels are built (see :func:`stopped`).
 
     Raises:
         RuntimeError: untested torch release.
@@ -155,7 +155,7 @@ def record(tested: tuple[str, ...] = TESTED, stop: bool = False) -> Iterator[lis
 
     def read(kernels):
         graphs.append(_graph(kernels, results.pop(id(V.graph), {})))
-        if stop:
+        if stop(graphs[-1]):
             raise InterruptedError(_DONE)
         return kernels
 
@@ -168,7 +168,7 @@ def record(tested: tuple[str, ...] = TESTED, stop: bool = False) -> Iterator[lis
 
 
 def stopped(error: BaseException) -> bool:
-    """Return whether ``error`` is what ``record(stop=True)`` raised, as Inductor wraps it."""
+    """Return whether ``error`` is what ``record(stop=...)`` raised, as Inductor wraps it."""
     return _DONE in str(error)
 
 
@@ -178,7 +178,7 @@ def schedule(function: Callable, args, tested: tuple[str, ...] = TESTED) -> tupl
     Raises:
         RuntimeError: untested torch release.
     """
-    with record(tested, stop=True) as graphs, torch.no_grad():
+    with record(tested, stop=lambda graph: True) as graphs, torch.no_grad():
         torch._dynamo.reset()
         try:
             torch.compile(function)(*args)
