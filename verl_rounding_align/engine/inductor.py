@@ -370,9 +370,12 @@ class OperatorTrace(TorchDispatchMode):
         return Graph(tuple(self._values), tuple(self._stored), keeps_casts=False)
 
     def __enter__(self):
+        def leave(*_):  # a hook that returned something would replace the module's output
+            self._stack.pop()
+
         for name, module in self._model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._stack.append(name)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._stack.pop(), always_call=True))
+            self._hooks.append(module.register_forward_hook(leave, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *error):

@@ -54,11 +54,17 @@ PARTS = (
     ("input_layernorm", "input_layernorm", "mlp_add", 1),
 )
 # parts before and after the layers
-AROUND = (("embed_tokens", "embed_tokens", OUTSIDE), ("norm", "norm", "final"), ("lm_head", "lm_head", OUTSIDE))
+AROUND = (
+    ("embed_tokens", "embed_tokens", OUTSIDE),
+    ("norm", "norm", "final"),
+    ("lm_head", "lm_head", OUTSIDE),
+    ("lm_head", "logits_processor", OUTSIDE),  # the engine's module that calls the language-model head
+)
 # operators that hand on values without rounding them, except for a conversion to a narrower dtype
 _PASS = re.compile(
     r"(convert_element_type|_to_copy|_unsafe_view|view|reshape|unsqueeze|squeeze|expand|permute|transpose|t|slice|split"
-    r"|split_with_sizes|unbind|select|getitem|clone|copy_?|alias|detach|neg|cat|index|index_select|contiguous|lift_fresh)$"
+    r"|split_with_sizes|chunk|narrow|unbind|select|getitem|clone|copy_?|alias|detach|neg|cat|index|index_select|contiguous"
+    r"|flatten|unflatten|to|lift_fresh)$"
 )
 _SAME_WORK = {"sub": "add", "div": "mul", "silu": "mul", "sigmoid": "mul"}  # operators by the work that they round
 
@@ -191,9 +197,26 @@ class _Reader:
         self.values = {v.name: v for v in graph.values}
         self.buffers = {s.buffer: s for s in graph.stored}
 
+        self.inlined = {s.buffer: self._inlined(s) for s in graph.stored}
+
+    def _inlined(self, loop: Stored) -> set[str]:
+        """Return the values that a loop computes: its own, and what that reads, back to what it reads from memory.
+
+        Inductor's own list (``computes``) also names what lies behind the buffers that some loops read.
+        """
+        found, stack = set(), [loop.value] if loop.value in self.values else []
+        while stack:
+            value = self.values[stack.pop()]
+            if value.name in found:
+                continue
+            found.add(value.name)
+            if not value.opaque:
+                stack += [v.name for v in self.reads(value) if v.buffer is None or v.buffer not in loop.reads]
+        return found
+
     def loops(self, name: str) -> list[Stored]:
         """Return the loops that compute a value."""
-        return [s for s in self.graph.stored if name in s.computes or s.value == name]
+        return [s for s in self.graph.stored if name in self.inlined[s.buffer]]
 
     def reads(self, value: Value) -> list[Value]:
         """Return the tensors of floats that an operator reads (and lists of tensors: what ``split`` returns)."""
@@ -243,21 +266,19 @@ class _Reader:
                         return True, f"read from {value.dtype} memory: an input of the graph"
                     continue
                 if _low(source.dtype):
-                    if source.extern or source.kernel != loop.kernel:
+                    if value.name in loop.computes and value.name != loop.value:
+                        unsure = f"{value.name} is read from {held}, and computed again, in kernel {loop.kernel}"
+                    elif source.extern or source.kernel != loop.kernel:
                         return True, f"read from {source.dtype} memory ({held}, kernel {source.kernel})"
                     unsure = f"{held} is {source.dtype}, written and read inside kernel {loop.kernel}"
                 loop = source
-            elif held == loop.buffer or value.name in loop.computes or value.view or value.op == "placeholder":
-                continue  # in this loop's registers
-            elif not value.dtype:
-                continue
-            else:
+            elif value.name not in self.inlined[loop.buffer] and not value.view:
                 return None, f"{value.name} is not in the kernel that reads it"
         if unsure:
             return None, unsure
         last = path[-1]
         stored = self.buffers[last.buffer].dtype if last.buffer in self.buffers else None
-        return False, f"read from {stored} memory" if stored and not last.view else "recomputed in fp32, never stored"
+        return False, f"read from {stored} memory" if stored and not last.view else "in fp32 registers, never stored"
 
 
 def _source(value: Value) -> tuple[str, str]:
@@ -593,7 +614,7 @@ def compare(
     """
     theirs = {(p.kind, p.point): p for p in trains}
     out: list[Difference] = []
-    before, *after = [(part, kind) for part, _, kind in AROUND]
+    before, *after = dict.fromkeys((part, kind) for part, _, kind in AROUND)
     for part, kind in (before, *[(part, kind) for part, _, kind, _ in PARTS], *after):
         for point in points if part in ("rotary_emb", "act_fn", "experts", "norm") or kind in ADDS else ():
             other = theirs.get((point.kind, point.point))
@@ -607,7 +628,7 @@ def compare(
                     point.point,
                     True if both else None,
                     f"{_text(point.stored, point)}: {point.why}",
-                    f"{_text(other.stored, other)}: {other.why}",
+                    f"{_text(other.stored, other)} ({other.source})",
                     point.source,
                 )
             )
