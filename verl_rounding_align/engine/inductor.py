@@ -18,6 +18,7 @@ Needs torch alone; imports no engine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -370,11 +371,17 @@ class OperatorTrace(TorchDispatchMode):
         return Graph(tuple(self._values), tuple(self._stored), keeps_casts=False)
 
     def __enter__(self):
+        def enter(module, args, *, name):
+            above = self._stack[-1] if self._stack else ""
+            if not name.startswith(above):  # one module in several layers: named after the layer that calls it
+                name = f"{above}.{name.rsplit('.', 1)[-1]}"
+            self._stack.append(name)
+
         def leave(*_):  # a hook that returned something would replace the module's output
             self._stack.pop()
 
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._stack.append(name)))
+            self._hooks.append(module.register_forward_pre_hook(functools.partial(enter, name=name)))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
         return super().__enter__()
 

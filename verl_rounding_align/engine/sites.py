@@ -536,7 +536,7 @@ class _Layer:
         rotary = self.part("self_attn.rotary_emb", self.layer)
         norms = {m: self.part(f"self_attn.{m}", self.layer) for m in ("q_norm", "k_norm")}
         scaled, cosines, products = [], [], []
-        opaque = [v for _, v in rotary if v.opaque]
+        opaque = [(p, v) for p, v in rotary if v.opaque]
         for piece, value in rotary:
             reader = self.readers[piece]
             if _op(value) == "mul" and not value.view:
@@ -581,12 +581,12 @@ class _Layer:
             else self._open("attention", "product", rotary, "no sum of two products was found")
         )
 
-    def _tables(self, opaque: list[Value]) -> list[Value]:
-        """Return the two-dimensional inputs that an opaque rotary kernel reads: the table of cosines and sines."""
-        reader = self.readers[0]
-        names = {n for v in opaque for n in v.reads}
-        found = [reader.values[n] for n in names if n in reader.values]
-        return [replace(v, frames=opaque[0].frames) for v in found if v.op == "placeholder" or _op(v) == "_to_copy"]
+    def _tables(self, opaque: list[tuple[int, Value]]) -> Iterator[Value]:
+        """Yield the inputs of floats that an opaque rotary kernel reads: its table of cosines and sines."""
+        for piece, value in opaque:
+            for read in self.readers[piece].reads(value):
+                if read.op == "placeholder":
+                    yield replace(read, frames=value.frames)
 
 
 def _work(row: Row) -> str:
@@ -655,6 +655,14 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
             f"{len(other)} {_names(other)}, stores {_dtypes(other)}" + (f" ({same}: no rounding differs)" if same else ""),
             ours[0].source,
         )
+    if theirs and not mine:
+        text = "no value under this module's name in the graph: not seen"
+        yield Difference(part, OUTSIDE, "", None, text, f"{_names(theirs)}, stores {_dtypes(theirs)}", "")
+        return
+    if part == "attn" and not any(r.opaque for r in mine):
+        text, source = "runs between two pieces of the graph; nothing inside is visible", mine[-1].source if mine else ""
+        yield Difference(part, OUTSIDE, "", None, text, f"{_names(theirs)}, stores {_dtypes(theirs)}", source)
+        return
     opaque = [r for r in mine if r.opaque and _work(r) != "matrix product"]
     if opaque:
         yield Difference(
@@ -669,7 +677,7 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
         return
 
     def arithmetic(rows):
-        passes = re.compile(r"(cat|neg|clone|copy|index|embedding|empty|convert_element_type|_to_copy|getitem)")
+        passes = re.compile(r"(cat|neg|clone|copy_?|index|embedding|empty|convert_element_type|_to_copy|to|getitem)$")
         return {_work(r): r for r in rows if r.rounds and _low(r.dtype) and not passes.match(r.op.split(".")[1])}
 
     a, b = arithmetic(mine), arithmetic(theirs)
