@@ -123,17 +123,17 @@ def sites(
     from rich.console import Console
 
     from . import report
-    from .engine.sites import exit_code, refute, render, to_json
-    from .engine.sites_vllm import preset_of, run_sites
+    from .engine.sites import exit_code, render, to_json
+    from .engine.sites_vllm import contradictions, run_sites
 
     with Console(stderr=True).status("") as status:
         maps = run_sites(model, mode, layers, split, status.update)
     refuted = []
     for found in maps:
         report.show(*render(found))
-        lines = refute(found, preset_of(found))
+        lines = [f"preset refuted: {line}" for line in contradictions(found)]
+        report.show(*lines)
         refuted += lines
-        report.show(*(f"preset refuted: {line}" for line in lines))
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
         Path(json).write_text(to_json(maps, versions=report.versions()) + "\n")

@@ -131,7 +131,9 @@ def check(tested: tuple[str, ...] = TESTED) -> None:
 
 
 @contextlib.contextmanager
-def record(tested: tuple[str, ...] = TESTED, stop: Callable[[Graph], bool] = lambda graph: False) -> Iterator[list[Graph]]:
+def record(
+    tested: tuple[str, ...] = TESTED, stop: Callable[[Graph], bool] = lambda graph: False
+) -> Iterator[list[Graph]]:
     """Within the context, append a :class:`Graph` to the list that is returned for each graph that Inductor compiles.
 
     Args:
@@ -410,9 +412,7 @@ class OperatorTrace(TorchDispatchMode):
             view = True  # nothing is stored yet: the operator that fills it makes another value
         dtype, size = str(x.dtype).removeprefix("torch."), tuple(map(str, x.shape))
         names = tuple(r[0] for r in reads)
-        value = Value(
-            name, str(func), dtype, size, names, buffer, view, self._stack[-1] if self._stack else "", frames
-        )
+        value = Value(name, str(func), dtype, size, names, buffer, view, self._stack[-1] if self._stack else "", frames)
         self._values.append(replace(value, opaque=_opaque(func)))
         if not view:
             from_ = tuple(sorted({r[1] for r in reads}))

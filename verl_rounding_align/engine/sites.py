@@ -485,9 +485,17 @@ class _Layer:
                     answers.append(self._answer(there, add, path))
                 elif there != piece and end.op == "placeholder" and end.size == value.size:
                     answers.append(self._crossing(piece, value, there, add, path))
+                elif there == piece and end.opaque and self._hands_on(reader, end, value):
+                    stored = True if _low(end.dtype) else None
+                    answers.append((stored, f"passes through {end.op} as a {end.dtype} tensor", end, end.dtype))
         if not answers:
             return PointRow(kind, "carry", None, "", "the next add does not read the sum", _source(value)[0])
         return self._point(kind, "carry", answers)
+
+    @staticmethod
+    def _hands_on(reader: _Reader, operator: Value, value: Value) -> bool:
+        """Return whether an opaque operator reads ``value`` itself, converted at most."""
+        return any(p[-1] is value for read in reader.reads(operator) for p in reader.paths(read, value.name))
 
     def _crossing(self, piece, value, there, add, path) -> tuple[bool | None, str, Value, str]:
         """Return how ``add`` reads a sum of an earlier piece: through an input of its own piece."""
@@ -568,7 +576,9 @@ class _Layer:
             )
         if opaque and not cosines:
             cosines = [
-                (True, "an opaque kernel reads a table in memory", v, v.dtype) for v in self._tables(opaque) if _low(v.dtype)
+                (True, "an opaque kernel reads a table in memory", v, v.dtype)
+                for v in self._tables(opaque)
+                if _low(v.dtype)
             ]
         yield (
             self._point("attention", "cos_sin", cosines)
@@ -652,7 +662,8 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
             "",
             False if same else True,
             f"{len(ours)} {_names(ours)}, stores {_dtypes(ours)}",
-            f"{len(other)} {_names(other)}, stores {_dtypes(other)}" + (f" ({same}: no rounding differs)" if same else ""),
+            f"{len(other)} {_names(other)}, stores {_dtypes(other)}"
+            + (f" ({same}: no rounding differs)" if same else ""),
             ours[0].source,
         )
     if theirs and not mine:
@@ -660,7 +671,10 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
         yield Difference(part, OUTSIDE, "", None, text, f"{_names(theirs)}, stores {_dtypes(theirs)}", "")
         return
     if part == "attn" and not any(r.opaque for r in mine):
-        text, source = "runs between two pieces of the graph; nothing inside is visible", mine[-1].source if mine else ""
+        text, source = (
+            "runs between two pieces of the graph; nothing inside is visible",
+            mine[-1].source if mine else "",
+        )
         yield Difference(part, OUTSIDE, "", None, text, f"{_names(theirs)}, stores {_dtypes(theirs)}", source)
         return
     opaque = [r for r in mine if r.opaque and _work(r) != "matrix product"]
@@ -682,10 +696,18 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
 
     a, b = arithmetic(mine), arithmetic(theirs)
     for work in [w for w in a if w not in b and w not in _POINT_WORK.get(kind, ())]:
-        yield Difference(part, OUTSIDE, "", True, f"{a[work].op} rounds to {a[work].dtype}", "no such rounding", a[work].source)
+        yield Difference(
+            part,
+            OUTSIDE,
+            "",
+            True,
+            f"{_short(a[work].op)} rounds to {a[work].dtype}",
+            "no such rounding",
+            a[work].source,
+        )
     for work in [w for w in b if w not in a and w not in _POINT_WORK.get(kind, ())]:
         unrounded = next((r.source for r in mine if _work(r) == work), mine[-1].source if mine else "")
-        text = f"{b[work].op} rounds to {b[work].dtype} ({b[work].source})"
+        text = f"{_short(b[work].op)} rounds to {b[work].dtype} ({b[work].source})"
         yield Difference(part, OUTSIDE, "", True, "no such rounding", text, unrounded)
 
 
@@ -694,7 +716,7 @@ _POINT_WORK = {"attention": ("mul",), "attn_add": ("add",), "mlp_add": ("add",),
 
 
 def _names(rows: Sequence[Row]) -> str:
-    return ", ".join(dict.fromkeys(r.op for r in rows))
+    return ", ".join(dict.fromkeys(_short(r.op) for r in rows))
 
 
 def _dtypes(rows: Sequence[Row]) -> str:
@@ -724,7 +746,11 @@ def as_engine(graph: Graph, layers: int) -> Graph:
                 rotary = functions & {"apply_rotary_pos_emb", "rotate_half"}
                 module = f"layers.{number}.self_attn.{'rotary_emb' if rotary else 'attn'}"
             else:
-                packed = {"self_attn.[qkv]_proj": "self_attn.qkv_proj", "mlp.(gate|up)_proj": "mlp.gate_up_proj", "mlp": "mlp.act_fn"}
+                packed = {
+                    "self_attn.[qkv]_proj": "self_attn.qkv_proj",
+                    "mlp.(gate|up)_proj": "mlp.gate_up_proj",
+                    "mlp": "mlp.act_fn",
+                }
                 name = next((new for old, new in packed.items() if re.fullmatch(old, inside)), inside)
                 module = f"layers.{number}.{name}"
         out.append(replace(value, module=module))
@@ -797,7 +823,9 @@ def refute(found: SiteMap, preset: Preset) -> list[str]:
         claimed = p.point in preset.points[p.kind]
         if p.stored is not None and p.stored != claimed:
             says, does = ("stored", "not stored") if claimed else ("not stored", "stored")
-            lines.append(f"{preset.name}: {p.kind}: claims {p.point} {says}, {found} shows it {does} ({p.why}; {p.source})")
+            lines.append(
+                f"{preset.name}: {p.kind}: claims {p.point} {says}, {found} shows it {does} ({p.why}; {p.source})"
+            )
     return lines
 
 
@@ -836,7 +864,7 @@ def render(found: SiteMap) -> list:
     for r in found.rows:
         stored = (r.stored or "never stored") + (", leaves the piece" if found.split and r.crosses else "")
         piece = [str(r.piece)] if found.split else []
-        where.add_row(r.part, r.kind, r.op, r.dtype, stored, _yes(r.rounds), *piece, r.source)
+        where.add_row(r.part, r.kind, _short(r.op), r.dtype, stored, _yes(r.rounds), *piece, r.source)
     points = table("Rounding points", "site kind", "point", "stored", "dtype", "why", "source")
     for p in found.points:
         points.add_row(p.kind, p.point, _yes(p.stored), p.dtype or "-", p.why, p.source)
@@ -855,6 +883,12 @@ def render(found: SiteMap) -> list:
         differences.add_row(d.part, d.kind, d.point or "-", word, d.engine, d.trainer, d.source)
     carry = ", ".join(f"{add} {_yes(found.carry.get(add))}" for add in ADDS)
     return [where, points, differences, f"carry stored: {carry}", *found.notes]
+
+
+def _short(op: str) -> str:
+    """Return an operator's name for a table: ``add`` for ``aten.add.Tensor``, ``_C.onednn_mm`` for a custom one."""
+    parts = op.split(".")
+    return parts[1] if parts[0] in ("aten", "prims") else ".".join(parts[:2])
 
 
 def _yes(value: bool | None) -> str:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -95,7 +95,14 @@ def _run(model: str, mode: str, layers: int, split: bool) -> SiteMap:
     shutil.rmtree(folder)
     graphs, trainer = ([inductor.Graph.from_dict(g) for g in found.pop(key)] for key in ("graphs", "trainer"))
     trainer = [sites.as_engine(g, layers) for g in trainer]
-    return sites.site_map(graphs, trainer, layers, engine="vllm", mode=mode, split=split, model=model, **found)
+    name = Path(model).name or model  # a file that travels should not hold this machine's paths
+    found["notes"] = tuple(found["notes"])
+    out = sites.site_map(graphs, trainer, layers, engine="vllm", mode=mode, split=split, model=name, **found)
+    try:
+        preset = preset_of(out)
+    except ValueError as error:
+        return replace(out, notes=(*out.notes, str(error)))
+    return replace(out, notes=(*out.notes, f"compared with preset {preset.name}"))
 
 
 def preset_of(found: SiteMap) -> Preset:
@@ -105,7 +112,15 @@ def preset_of(found: SiteMap) -> Preset:
         ValueError: no preset covers what ran.
     """
     device = "cuda" if found.split else found.device
-    return resolve(found.engine, found.version, device, found.mode == "eager")
+    return resolve(found.engine, found.version, device, found.mode == "eager", key="engine")
+
+
+def contradictions(found: SiteMap) -> list[str]:
+    """Return one line for each point of a map that contradicts its preset; none where no preset covers what ran."""
+    try:
+        return sites.refute(found, preset_of(found))
+    except ValueError:
+        return []
 
 
 # ---- in the process of its own
@@ -227,7 +242,7 @@ def build(folder: Path, model: str, mode: str, layers: int, split: bool) -> dict
         version=vllm.__version__,
         device=current_platform.device_type,
         torch=torch.__version__,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
