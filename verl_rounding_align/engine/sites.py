@@ -100,7 +100,14 @@ class Row:
 
 @dataclass(frozen=True)
 class PointRow:
-    """One rounding point at one site kind: ``stored`` as the next reader sees it, None where it stays open, and why."""
+    """One rounding point at one site kind.
+
+    Args:
+        kind, point: names of ``regions``.
+        stored: whether its reader sees it rounded to the model dtype; None where that stays open.
+        dtype: of the memory that it is read from; "" where it stays in registers.
+        why, source: what the answer rests on; ``file:line function`` of the code.
+    """
 
     kind: str
     point: str
@@ -140,6 +147,7 @@ class SiteMap:
         model: path or name; ``layer``: the layer shown, of ``layers`` built.
         rows, points, differences: see the classes.
         carry: ``attn_add`` and ``mlp_add`` -> whether the residual stream is stored before the next add reads it.
+        trainer_rows, trainer_points: the same of the trainer.
         notes: what a reader must know: how the graph was made, what was not seen.
     """
 
@@ -156,6 +164,8 @@ class SiteMap:
     points: tuple[PointRow, ...]
     differences: tuple[Difference, ...]
     carry: dict[str, bool | None]
+    trainer_rows: tuple[Row, ...] = ()
+    trainer_points: tuple[PointRow, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -165,7 +175,7 @@ class SiteMap:
     @classmethod
     def from_dict(cls, data: dict) -> SiteMap:
         """Return the map that :func:`to_json` wrote."""
-        kinds = dict(rows=Row, points=PointRow, differences=Difference)
+        kinds = dict(rows=Row, points=PointRow, differences=Difference, trainer_rows=Row, trainer_points=PointRow)
         lists = {key: tuple(kind(**row) for row in data[key]) for key, kind in kinds.items()}
         return cls(**{**data, **lists, "notes": tuple(data["notes"])})
 
@@ -424,7 +434,7 @@ class _Layer:
         graph = self.readers[piece]
         stored, why = graph.rounded(reader, path)
         named = next((v for v in path if _low(v.dtype) and not v.view), path[-1])
-        dtype = named.dtype if stored else "float32"
+        dtype = named.dtype if stored else "float32" if "float32 memory" in why else ""
         return stored, why, named, dtype
 
     def _norm(self, kind, part, total, names) -> Iterator[PointRow]:
@@ -660,7 +670,7 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
             part,
             OUTSIDE,
             "",
-            False if same else True,
+            not same,
             f"{len(ours)} {_names(ours)}, stores {_dtypes(ours)}",
             f"{len(other)} {_names(other)}, stores {_dtypes(other)}"
             + (f" ({same}: no rounding differs)" if same else ""),
@@ -812,6 +822,8 @@ def site_map(graphs: Sequence[Graph], trainer: Sequence[Graph], layers: int, **a
         points=points,
         differences=tuple(compare((*rows, *around), points, (*theirs, *beside), trains)),
         carry={p.kind: p.stored for p in points if p.point == "carry"},
+        trainer_rows=theirs,
+        trainer_points=trains,
         **about,
     )
 
@@ -865,9 +877,9 @@ def render(found: SiteMap) -> list:
         stored = (r.stored or "never stored") + (", leaves the piece" if found.split and r.crosses else "")
         piece = [str(r.piece)] if found.split else []
         where.add_row(r.part, r.kind, _short(r.op), r.dtype, stored, _yes(r.rounds), *piece, r.source)
-    points = table("Rounding points", "site kind", "point", "stored", "dtype", "why", "source")
+    points = table("Rounding points", "site kind", "point", "stored", "read from", "why", "source")
     for p in found.points:
-        points.add_row(p.kind, p.point, _yes(p.stored), p.dtype or "-", p.why, p.source)
+        points.add_row(p.kind, p.point, _yes(p.stored), p.dtype or "registers", p.why, p.source)
     differences = table(
         "Where engine and trainer (Hugging Face, eager) differ",
         "part",
