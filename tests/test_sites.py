@@ -351,3 +351,46 @@ def test_command_prints_the_tables_writes_json_and_fails_where_carry_is_open(mon
     assert json.loads((tmp_path / "deep" / "f.json").read_text())["maps"][0]["carry"]["attn_add"] is False
     monkeypatch.setattr(sites_vllm, "run_sites", lambda *args: [replace(found, carry={"attn_add": None})])
     assert CliRunner().invoke(app, ["sites", "--model", "m"]).exit_code == 1
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def picture():
+    spec = importlib.util.spec_from_file_location("where_it_rounds_picture", RECIPE / "picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_picture_and_table_are_what_the_files_give(picture):
+    assert picture.main(["--check"]) == 0
+
+
+def test_picture_and_table_change_with_the_files(picture, tmp_path):
+    """The control: a map in which one point is stored gives another picture, and another table."""
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in picture.FILES:
+        maps = sites.from_json((RECIPE / "results" / name).read_text())
+        changed = [
+            replace(m, points=tuple(replace(p, stored=True) if p.point == "act" else p for p in m.points)) for m in maps
+        ]
+        (results / name).write_text(sites.to_json(changed))
+    for name in ("README.md", "decoder_layer.svg"):
+        (tmp_path / name).write_text((RECIPE / name).read_text())
+    options = ["--results", str(results), "--out", str(tmp_path)]
+    assert picture.main(["--check", *options]) == 1
+    assert picture.main(options) == 0 and picture.main(["--check", *options]) == 0
+    assert (
+        "| MLP: silu(gate) | stored bf16 | stored bf16 | stored bf16 | stored bf16 |"
+        in (tmp_path / "README.md").read_text()
+    )
+
+
+def test_files_of_the_page_agree_with_the_presets_and_decide_carry(picture):
+    maps = picture.load(RECIPE / "results")
+    assert [sites_vllm.contradictions(m) for m in maps.values()] == [[], [], []]
+    assert sites.exit_code(list(maps.values())) == 0
+    assert maps["split"].carry == {"attn_add": False, "mlp_add": True}

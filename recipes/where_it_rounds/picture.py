@@ -41,7 +41,7 @@ BANDS = (
         ("attention's output (inside: not visible)", "attn", ""),
         ("output projection", "o_proj", ""),
     )),
-    ("add after attention", (
+    ("add after\nattention", (
         ("sum, as the norm reads it", "attn_add", "sum"),
         ("sum, as the next add reads it (carry)", "attn_add", "carry"),
         ("normed, before the weight", "attn_add", "normed"),
@@ -53,7 +53,7 @@ BANDS = (
         ("silu(gate) · up", "act_fn", ""),
         ("down projection", "down_proj", ""),
     )),
-    ("add after the MLP", (
+    ("add after\nthe MLP", (
         ("sum, as the norm reads it", "mlp_add", "sum"),
         ("sum, as the next add reads it (carry)", "mlp_add", "carry"),
         ("normed, before the weight", "mlp_add", "normed"),
@@ -93,7 +93,7 @@ def columns(maps: dict[str, SiteMap]) -> dict[str, list[str]]:
     whole = maps["compiled"]
     return {
         "vLLM compiled,\none graph (CPU)": states(whole.rows, whole.points),
-        "vLLM compiled, split\nat attention (CPU)": states(maps["split"].rows, maps["split"].points),
+        "vLLM compiled,\nsplit graph (CPU)": states(maps["split"].rows, maps["split"].points),
         "vLLM eager\n(CPU)": states(maps["eager"].rows, maps["eager"].points),
         "trainer:\nHugging Face, eager": states(whole.trainer_rows, whole.trainer_points),
     }
@@ -104,7 +104,7 @@ def draw(maps: dict[str, SiteMap]):
     found = columns(maps)
     plt.rcParams.update({"svg.hashsalt": "decoder layer", "svg.fonttype": "none", "font.family": "DejaVu Sans"})
     plt.rcParams["hatch.linewidth"] = 0.6
-    width, height, left, gap = 1.9, 0.62, 3.9, 0.28
+    width, height, left, gap = 1.9, 0.62, 4.2, 0.28
     total = left + len(found) * (width + gap)
     steps = sum(len(s) for _, s in BANDS)
     tall = steps * 0.8 + len(BANDS) * 0.27 + 3.1
@@ -127,7 +127,7 @@ def draw(maps: dict[str, SiteMap]):
         axes.add_patch(
             plt.Rectangle((-0.5, bottom), total + 0.5, y - bottom, facecolor=face, edgecolor="none", zorder=0)
         )
-        axes.text(-0.3, (y + bottom) / 2, band, rotation=90, va="center", ha="center", fontsize=11, weight="bold")
+        axes.text(-0.2, (y + bottom) / 2, band, rotation=90, va="center", ha="center", fontsize=11, weight="bold")
         for label, _, _ in band_steps:
             y -= 0.8
             middle = y + height / 2
@@ -172,7 +172,9 @@ def table(maps: dict[str, SiteMap]) -> str:
     n = 0
     for band, steps in BANDS:
         for label, _, _ in steps:
-            lines.append("| " + " | ".join([f"{band}: {label}", *(c[n] for c in found.values())]) + " |")
+            lines.append(
+                "| " + " | ".join([f"{band}: {label}".replace("\n", " "), *(c[n] for c in found.values())]) + " |"
+            )
             n += 1
     first = maps["compiled"]
     carry = "; ".join(
