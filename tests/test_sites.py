@@ -34,7 +34,7 @@ def graph(values: str, stored: str, keeps_casts: bool = False) -> Graph:
     loops = [line.split() for line in stored.strip().splitlines()]
     holder = {value: buffer for buffer, _, _, value, *_ in loops}
     made = []
-    for line in values.strip().splitlines():
+    for line in filter(None, values.splitlines()):
         name, op, dtype, module, *reads = line.split()
         leaves, name, opaque, op = name[0] == ">", name.lstrip(">"), op[0] == "!", op.lstrip("!")
         buffer = name if op == "placeholder" else holder.get(name)
@@ -184,6 +184,22 @@ def test_kernels_that_both_store_bf16_are_no_rounding_difference():
     found = sites.site_map([graph(packed, KEPT + "\nb11 9 bfloat16 q1")], [graph(three, stored)], 3, **about)
     (row,) = [d for d in found.differences if d.part == "qkv_proj"]
     assert row.rounding is False and row.kind == sites.OUTSIDE
+
+
+def test_a_rounding_between_router_and_experts_is_listed():
+    lines = """
+g1 !aten.mm.default bfloat16 G.no_compile.model.layers.1.mlp.experts.gate
+w1 prims.convert_element_type.default bfloat16 layers.1.mlp.experts g1
+e1 !_C.fused_moe.default bfloat16 layers.1.mlp.experts w1
+"""
+    engine = graph(STREAM + lines, KEPT + "\nb11 9 bfloat16 g1\nb12 10 bfloat16 w1 b11\nb13 11 bfloat16 e1 b12")
+    trainer = graph(STREAM + "\ng1 !aten.mm.default bfloat16 layers.1.mlp.gate", KEPT + "\nb11 9 bfloat16 g1")
+    about = dict(engine="vllm", version="0", mode="compiled", device="cpu", split=False, torch="2", model="m")
+    found = sites.site_map([engine], [trainer], 3, **about).differences
+    assert [(d.part, d.rounding, d.trainer) for d in found if "routing" in d.engine] == [
+        ("experts", True, "routing: no rounding")
+    ]
+    assert not [d for d in found if d.part == "gate"]
 
 
 def test_json_comes_back_as_the_same_maps():

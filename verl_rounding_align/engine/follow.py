@@ -222,7 +222,10 @@ def layer_of(module: str) -> tuple[int | None, str]:
     ((1, 'mlp.act_fn'), (None, 'norm'))
     """
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.(.*))?$", module)
-    return (int(found[1]), found[2] or "") if found else (None, module.rsplit(".", 1)[-1])
+    if not found:
+        return None, module.rsplit(".", 1)[-1]
+    # fused experts call their router themselves
+    return int(found[1]), (found[2] or "").replace("mlp.experts.gate", "mlp.gate")
 
 
 # ---- one layer of all pieces

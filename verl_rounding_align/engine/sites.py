@@ -149,7 +149,26 @@ def compare(
                 )
             )
         out += _outside(part, kind, [r for r in rows if r.part == part], [r for r in trainer if r.part == part])
+        if part == "experts":
+            out += _routing(
+                [r for r in rows if r.part in ("gate", "experts")], [r for r in trainer if r.part == "gate"]
+            )
     return out
+
+
+def _routing(mine: list[Row], theirs: list[Row]) -> Iterator[Difference]:
+    """Yield how the weights of experts are rounded, where the two sides do it differently."""
+    exact = re.compile(r"(topk|getitem|gather|scatter|index|cat|clone)")
+
+    def rounds(rows):
+        kept = [r for r in rows if r.rounds and is_low(r.dtype) and not r.opaque and not exact.match(_short(r.op))]
+        return [r for r in kept if _work(r) != "matrix product"]
+
+    ours, other = rounds(mine), rounds(theirs)
+    if [r.op for r in ours] != [r.op for r in other]:
+        text = ["routing: " + ("; ".join(f"{_short(r.op)} rounds to {r.dtype} ({r.source})" for r in rows) or "no rounding")
+                for rows in (ours, other)]  # fmt: skip
+        yield Difference("experts", OUTSIDE, "", True, *text, (ours or mine)[0].source)
 
 
 def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterator[Difference]:
@@ -169,7 +188,7 @@ def _outside(part: str, kind: str, mine: list[Row], theirs: list[Row]) -> Iterat
             not same,
             f"{len(ours)} {_names(ours)}, stores {_dtypes(ours)}",
             f"{len(other)} {_names(other)}, stores {_dtypes(other)}"
-            + (f" ({same}: no rounding differs)" if same else ""),
+            + (f" ({same}; the order of sums may differ)" if same else ""),
             ours[0].source,
         )
     if theirs and not mine:
@@ -395,7 +414,7 @@ def render(found: SiteMap) -> list:
 
 def _short(op: str) -> str:
     """Return an operator's name for a table: ``add`` for ``aten.add.Tensor``, ``_C.onednn_mm`` for a custom one."""
-    parts = op.split(".")
+    parts = ["aten", "getitem"] if "getitem" in op else op.split(".")
     return parts[1] if parts[0] in ("aten", "prims") else ".".join(parts[:2])
 
 
