@@ -32,6 +32,7 @@ from unittest import mock
 
 from ..presets import Preset, resolve
 from . import inductor, sites
+from .follow import layer_of
 from .sites import SiteMap
 from .spec import ModelSpec
 
@@ -95,6 +96,10 @@ def _run(model: str, mode: str, layers: int, split: bool) -> SiteMap:
     shutil.rmtree(folder)
     graphs, trainer = ([inductor.Graph.from_dict(g) for g in found.pop(key)] for key in ("graphs", "trainer"))
     trainer = [sites.as_engine(g, layers) for g in trainer]
+    layered = [g for g in graphs if any(layer_of(v.module)[0] is not None for v in g.values)]
+    if split and len(layered) < 2:
+        raise RuntimeError(f"split: vLLM {found['version']} compiled one graph; its config was not taken as piecewise")
+    split = mode == "compiled" and len(layered) > 1  # on CUDA it splits by itself
     name = Path(model).name or model  # a file that travels should not hold this machine's paths
     found["notes"] = tuple(found["notes"])
     out = sites.site_map(graphs, trainer, layers, engine="vllm", mode=mode, split=split, model=name, **found)
@@ -188,7 +193,7 @@ def build(folder: Path, model: str, mode: str, layers: int, split: bool) -> dict
     (folder / "config.json").write_text(json.dumps(config))
 
     def last(graph: inductor.Graph) -> bool:
-        return any(sites.layer_of(v.module) == (None, "norm") for v in graph.values)
+        return any(layer_of(v.module) == (None, "norm") for v in graph.values)
 
     graphs: list[inductor.Graph] = []
     with contextlib.ExitStack() as stack:
