@@ -357,6 +357,15 @@ def test_vllm_model_keeps_the_stream_in_fp32_and_the_preset_agrees(tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_model_split_at_attention_stores_the_stream_after_the_mlp_only(tmp_path):
+    (found,) = sites_vllm.run_sites(str(tiny_checkpoint(tmp_path)), layers=2, split=True)
+    assert found.split and found.carry == {"attn_add": False, "mlp_add": True}
+    assert sites_vllm.preset_of(found).name == "vllm_compiled_split" and sites_vllm.contradictions(found) == []
+    assert {r.part for r in found.rows if r.crosses} >= {"rotary_emb", "input_layernorm"}
+
+
+@pytest.mark.vllm
 def test_command_prints_the_tables_writes_json_and_fails_where_carry_is_open(monkeypatch, tmp_path):
     from verl_rounding_align.cli import app
 
