@@ -224,6 +224,17 @@ def gap(
     run_gap(model, out, regions.split(","), mode, tokens, prompts, device, backend, engine)
 
 
+@app.command()
+def attribute(
+    out: Annotated[Path, typer.Argument(help="folder of `gap --regions subsets`")],
+    json: Json = None,
+) -> None:
+    """Say which group closes how much of the gap: Shapley values with intervals, shares, pairwise interactions."""
+    from .measure.run_gap import run_attribute
+
+    run_attribute(out, json)
+
+
 def main() -> None:
     """Run the command line; a ValueError is a message for the user: printed without a traceback, exit code 2."""
     try:

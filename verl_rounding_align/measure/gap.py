@@ -7,6 +7,7 @@ sequences; comparisons with the unaligned trainer are paired: the same tokens, t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,6 +166,27 @@ def measure(
             rows.append(gap_row(arm, preset.name, rollout - log_probs(arm, BATCH_TOKENS), unaligned, offsets))
     rows.append(gap_row(SELF, NONE, log_probs(NONE, 1) - base, unaligned, offsets))
     return rows
+
+
+def kept_scores(folder: Path) -> tuple[dict[frozenset[str], np.ndarray], str]:
+    """Return (set of groups -> the trainer's log-probs in fp64, the preset's name) that :func:`measure` left in a folder.
+
+    Raises:
+        ValueError: scores of several presets.
+    """
+    pattern = re.compile(rf"trainer\.(.+)\.([^.]+)\.{BATCH_TOKENS}\.safetensors")
+    files = [(m, file) for file in sorted(folder.iterdir()) if (m := pattern.fullmatch(file.name))]
+    names = sorted({m[2] for m, _ in files} - {NONE})
+    if len(names) > 1:
+        raise ValueError(
+            f"{folder}: scores of several presets, {', '.join(names)}; measure them in folders of their own"
+        )
+    scores = {}
+    for m, file in files:
+        groups = frozenset() if m[1] == NONE else frozenset(m[1].split("+"))
+        if groups <= set(GROUPS):
+            scores[groups] = load_file(file)["log_probs"].numpy().astype(np.float64)
+    return scores, names[0] if names else NONE
 
 
 def every_subset() -> list[str]:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import report
 from ..engine.auto import Rollout
 from ..preview import engine_preset, installed_vllm
-from . import gap, rollout
+from ..regions import GROUPS
+from . import attribute, gap, rollout
+from .stats import per_sequence
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
 
@@ -65,3 +68,33 @@ def run_gap(
         {"model": Path(model).name, "device": device, "modes": {m: gap.as_json(rows) for m, rows in results.items()}},
     )
     return results
+
+
+def run_attribute(out: Path, json: Path | None = None) -> dict[str, tuple]:
+    """Attribute the reduction of k3 that ``gap --regions subsets`` has measured in ``out``; print and write it.
+
+    Returns:
+        mode -> (whole, one row per group, one per pair); see :func:`attribute.attribute`.
+
+    Raises:
+        ValueError: no gap in the folder, several presets' scores of one mode, or a set of groups that was not measured.
+    """
+    found = {}
+    for mode in (m for m in MODES if (out / m / "rollouts.safetensors").exists()):
+        rollouts = rollout.Rollouts.load(out / mode)
+        scores, preset = gap.kept_scores(out / mode)
+        offsets, engine = rollouts.response_offsets, rollouts.log_probs.numpy().astype("float64")
+        k3 = {groups: per_sequence(gap.k3_terms(engine - x), offsets) for groups, x in scores.items()}
+        tokens = per_sequence(np.ones(len(engine)), offsets)
+        try:
+            found[mode] = attribute.attribute(k3, tokens, list(GROUPS))
+        except ValueError as error:
+            advice = f"run `verl-rounding-align gap --out {out} --regions subsets ...`"
+            raise ValueError(f"{out / mode}: {error}; {advice}") from error
+        title = f"{mode}, {preset}: {len(engine):,} tokens in {len(tokens)} sequences"
+        report.show(attribute.render(*found[mode], title))
+    if not found:
+        raise ValueError(f"{out}: no rollouts of `verl-rounding-align gap` in it")
+    if json:
+        report.write_json(json, {"modes": {mode: attribute.as_json(*rows) for mode, rows in found.items()}})
+    return found
