@@ -4,6 +4,7 @@ what has no exact answer is left out and said; a result of another model, mode o
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,9 @@ def test_the_preset_has_the_probes_points_and_the_engines_fingerprint(toy):
     preset = toy.preset("eager")
     assert {kind: preset.points[kind] for kind in STORED} == STORED
     assert set(preset.evidence.values()) == {BITWISE} and preset.probed and preset.note == ""
-    assert (preset.name, preset.verified, preset.eager) == (f"probed-{EAGER.key}", (EAGER,), True)
+    assert (preset.verified, preset.eager) == ((EAGER,), True)
+    moved = replace(toy.rows[0], points=frozenset())  # another answer of the same engine has another name
+    assert Result(SPEC, (moved, *toy.rows[1:]), toy.fingerprints).preset("eager").name != preset.name
     trainer = presets.get("hf_eager").points
     assert toy.preset("compiled").points["mlp"] == trainer["mlp"]  # not probed there: the trainer's own
 
@@ -157,18 +160,37 @@ def engine(monkeypatch, tmp_path):
     monkeypatch.setenv(auto.FOLDER, str(tmp_path / "kept"))
     spec = ModelSpec.from_family("llama")
     rows = tuple(replace(row, mode="compiled") for row in probe.probe(Toy(), CASES))
-    state = SimpleNamespace(calls=[], result=Result(spec, rows, {"compiled": COMPILED}), status=0, model=str(tmp_path))
+    state = SimpleNamespace(
+        calls=[],
+        result=Result(spec, rows, {"compiled": COMPILED}),
+        status=0,
+        model=str(tmp_path),
+        waits=0,
+        killed=False,
+    )
     from transformers import AutoConfig
 
     AutoConfig.for_model("llama").save_pretrained(tmp_path)
 
-    def run(command, stdout, env):
-        state.calls.append((command, env))
-        if state.result is not None:
-            Path(command[command.index("--json") + 1]).write_text(state.result.to_json())
-        return SimpleNamespace(returncode=state.status)
+    class Popen:
+        """Ends after ``state.waits`` timeouts."""
 
-    monkeypatch.setattr(auto.subprocess, "run", run)
+        def __init__(self, command, stdout, env):
+            state.calls.append((command, env))
+            self.waits = state.waits
+            if state.result is not None:
+                Path(command[command.index("--json") + 1]).write_text(state.result.to_json())
+
+        def wait(self, timeout=None):
+            self.waits -= 1
+            if self.waits >= 0 and timeout is not None:
+                raise subprocess.TimeoutExpired("probe", timeout)
+            return state.status
+
+        def kill(self):
+            state.killed = True
+
+    monkeypatch.setattr(auto.subprocess, "Popen", Popen)
     return state
 
 
@@ -190,11 +212,10 @@ def test_an_engine_is_asked_once_and_the_answer_kept(engine):
 @pytest.mark.parametrize(
     "other",
     [
-        replace(ROLLOUT, version="0.31.0"),
         replace(ROLLOUT, compilation={"custom_ops": ["+rms_norm"]}),
         replace(ROLLOUT, environment={"VLLM_BATCH_INVARIANT": "1"}),
     ],
-    ids=["release", "custom ops", "environment"],
+    ids=["custom ops", "environment"],
 )
 def test_another_engine_is_asked_again_with_its_own_settings(engine, other):
     auto.probe(engine.model, ROLLOUT, say=lambda text: None)
@@ -222,16 +243,78 @@ def test_a_probe_that_fails_says_what_to_do_and_keeps_nothing(engine):
     with pytest.raises(ValueError) as error:
         auto.probe(engine.model, ROLLOUT, say=lambda text: None)
     assert str(error.value) == (
-        "rounding_align='auto': the probe of rollout vllm 0.30.0, compiled, cpu ended with status 2 (its message is above); "
-        "it runs where the engine runs: run `verl-rounding-align probe --json FILE` there and set "
-        "rounding_align={regions: all, engine: FILE}, or name a preset"
+        "rounding_align='auto': the probe of rollout vllm 0.30.0, compiled, cpu ended with status 2 (see above); run "
+        "`verl-rounding-align probe --json FILE` where the engine runs and set rounding_align={regions: all, engine: FILE}, or "
+        "name a preset"
     )
     assert list(auto.folder().iterdir()) == []
 
 
-def test_a_probe_on_another_device_is_refused(engine):
+def test_a_device_that_is_not_here_is_refused_before_the_probe(engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        ValueError, match=r"^rounding_align='auto': the rollout runs on cuda, and the probe found cpu here"
+        ValueError, match=r"^rounding_align='auto': the rollout runs on cuda, and there is none here; run "
     ):
         auto.probe(engine.model, replace(ROLLOUT, device="cuda"), say=lambda text: None)
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("other", [replace(ROLLOUT, device="cuda"), replace(ROLLOUT, version="0.19.0")], ids=str)
+def test_an_answer_of_another_engine_is_refused_and_not_kept(engine, monkeypatch, other):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError) as error:
+        auto.probe(engine.model, other, say=lambda text: None)
+    assert str(error.value).startswith(
+        f"rounding_align='auto': the rollout is vllm {other.version} on {other.device}, and the probe found 0.30.0 on cpu here"
+    )
     assert list(auto.folder().iterdir()) == []
+
+
+def test_a_slow_probe_gives_signs_of_life(engine):
+    said, engine.waits = [], 2
+    auto.probe(engine.model, ROLLOUT, say=said.append)
+    assert (
+        said[1:3] == ["rounding_align: still asking, 20 s", "rounding_align: still asking, 40 s"] and not engine.killed
+    )
+
+
+def test_a_probe_that_hangs_is_ended(engine):
+    engine.waits, engine.result = 10**6, None
+    with pytest.raises(
+        ValueError, match=r"^rounding_align='auto': the probe of .* ended with no answer in 600 s \(see above\); run "
+    ):
+        auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    assert engine.killed
+
+
+def test_a_damaged_file_is_replaced(engine):
+    auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    (file,) = auto.folder().iterdir()
+    file.write_text("{")
+    assert auto.probe(engine.model, ROLLOUT, say=lambda text: None)[0] == engine.result.preset("compiled")
+    assert len(engine.calls) == 2 and file.read_text() != "{"
+
+
+def test_a_folder_that_cannot_be_written_is_named(engine, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(auto.FOLDER, str(tmp_path / "file" / "x.json.d"))
+    with pytest.raises(
+        ValueError, match=r"^VERL_ROUNDING_ALIGN_CACHE='.*': results cannot be kept there: .*; name a folder$"
+    ):
+        auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+
+
+def test_a_folder_named_like_a_file_is_no_matter(engine, monkeypatch, tmp_path):
+    monkeypatch.setenv(auto.FOLDER, str(tmp_path / "x.json.d"))
+    for _ in range(2):
+        auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    assert len(engine.calls) == 1
+
+
+def test_the_engine_is_asked_in_the_dtype_it_is_given(engine):
+    spec = auto.sized(engine.model, replace(ROLLOUT, dtype="float16"))
+    assert spec.dtype == torch.float16 and auto.sized(engine.model, ROLLOUT).dtype == torch.bfloat16
+    engine.result = replace(engine.result, spec=spec)
+    auto.probe(engine.model, replace(ROLLOUT, dtype="float16"), say=lambda text: None)
+    command, _ = engine.calls[0]
+    assert command[command.index("--dtype") + 1] == "float16"

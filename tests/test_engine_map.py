@@ -247,7 +247,9 @@ def test_results_hold_no_folder_of_the_machine():
 
 def test_probe_writes_the_rows_of_a_release_that_no_preset_covers(tmp_path, monkeypatch):
     answer = replace(rows(*RUN[0])[0], engine="vllm 0.7.0 cpu")
-    found = Result(ModelSpec.from_family("qwen3"), (answer,), {answer.mode: verified("vllm_cpu")})
+    found = Result(
+        ModelSpec.from_family("qwen3"), (answer,), {answer.mode: replace(verified("vllm_compiled"), version="0.7.0")}
+    )
     monkeypatch.setattr(probe_vllm, "run_probe", lambda *args, **kwargs: found)
     result = CliRunner().invoke(cli.app, ["probe", "--family", "qwen3", "--json", str(tmp_path / "rows.json")])
     assert result.exit_code == 0, result.output

@@ -5,6 +5,7 @@ that cannot say what it is says why, and is not harmed."""
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from verl_rounding_align.engine.fingerprint import (
 from verl_rounding_align.integrations.vllm import rounding_align_fingerprint
 
 CPU = verified("vllm_compiled")
+EAGER = replace(verified("vllm_cpu"), device="cuda")
 OTHER = {"str": "other", "bool": lambda x: not x, "int": lambda x: x + 1, "tuple[str, ...]": lambda x: (*x, "other")}
 NAMES = [f.name for f in fields(Fingerprint)]
 
@@ -79,16 +81,37 @@ def test_a_row_that_claims_bitwise_evidence_for_an_engine_names_the_engine(prese
     [
         (
             "vllm_cuda",
-            replace(CPU, device="cuda", mode="eager"),
+            EAGER,
             UNVERIFIED,
             "vllm_cuda was not compared with an engine (",
         ),
         ("vllm_cuda", CPU, CONTRADICTED, "the engine has device='cpu', vllm_cuda is for 'cuda'; the engine has mode="),
         (
             "vllm_cuda",
-            replace(CPU, device="cuda", mode="eager", batch_invariant=True),
+            replace(EAGER, batch_invariant=True),
             CONTRADICTED,
             "the engine has batch_invariant=True, vllm_cuda is for False",
+        ),
+        (
+            "vllm_compiled_split",
+            replace(CPU, device="cuda", split=True),
+            UNVERIFIED,
+            "vllm_compiled_split was not compared with an engine (",
+        ),
+        *(
+            (
+                "vllm_compiled_split",
+                replace(CPU, **{"device": "cuda", "split": True, name: value}),
+                CONTRADICTED,
+                f"the engine has {name}={value!r}, vllm_compiled_split is for ",
+            )
+            for name, value in dict(
+                split=False,
+                emulate_precision_casts=True,
+                custom_ops=("+rms_norm", "none"),
+                quantization="fp8",
+                model_impl="transformers",
+            ).items()
         ),
         ("hf_eager", CPU, UNVERIFIED, "hf_eager describes no engine"),
     ],
@@ -96,6 +119,27 @@ def test_a_row_that_claims_bitwise_evidence_for_an_engine_names_the_engine(prese
 def test_a_row_that_nothing_was_compared_with_is_never_verified(name, running, status, why):
     judgement = presets.get(name).judge(running)
     assert judgement.status == status and judgement.why.startswith(why)
+
+
+def test_a_release_that_calls_the_mode_level_is_read_and_one_without_either_is_missing():
+    pytest.importorskip("vllm")
+    from verl_rounding_align.engine.vllm_fingerprint import of_config
+
+    def config(**mode):
+        options = dict(
+            backend="", splitting_ops=["x"], custom_ops=["none", "+quant_fp8"], pass_config=SimpleNamespace()
+        )
+        compilation = SimpleNamespace(**options, inductor_compile_config={}, **mode)
+        model = SimpleNamespace(enforce_eager=False, quantization="fp8")
+        parallel = SimpleNamespace(tensor_parallel_size=2)
+        return SimpleNamespace(compilation_config=compilation, model_config=model, parallel_config=parallel)
+
+    old = of_config(config(level=3), "bfloat16", "bfloat16", "transformers")
+    assert (old.mode, old.split, old.custom_ops, old.tensor_parallel) == ("compiled", True, ("none",), 2)
+    assert (old.quantization, old.model_impl) == ("fp8", "transformers")
+    assert of_config(config(level=0), "bfloat16", "bfloat16").mode == "eager"
+    with pytest.raises(AttributeError):
+        of_config(config(), "bfloat16", "bfloat16")
 
 
 def test_a_worker_that_cannot_say_what_it_is_says_why():

@@ -456,6 +456,22 @@ def test_auto_probes_with_the_settings_that_presets_refuse(updated, asked):
     assert len(asked) == 1
 
 
+def test_a_probe_of_one_rank_does_not_speak_for_a_fused_all_reduce(updated, monkeypatch):
+    compiled = replace(probed(), device="cuda", eager=False)
+    monkeypatch.setattr("verl_rounding_align.engine.auto.probe", lambda *args: (compiled, "probed now, FILE"))
+    overrides, message = ERRORS["tensor parallel"]
+    assert "vLLM may fuse the all-reduce with add and norm" in message
+    for value in ("auto", "{regions:all,engine:auto}"):
+        with pytest.raises(ValueError, match="vLLM may fuse the all-reduce with add and norm"):
+            integration.prepare(updated(f"+{KEY}={value}", *overrides[1:]))
+
+
+def test_what_needs_no_plan_is_checked_before_the_probe(updated, asked):
+    with pytest.raises(ValueError, match="use_liger=True"):
+        integration.prepare(updated(f"+{KEY}=auto", "actor_rollout_ref.model.use_liger=True"))
+    assert asked == []
+
+
 def test_a_group_without_an_exact_answer_is_said(updated, monkeypatch, capsys):
     doubtful = probed("experts: no match, best {} on 99.9970%", swiglu="unproven")
     monkeypatch.setattr("verl_rounding_align.engine.auto.probe", lambda *args: (doubtful, "probed now, FILE"))
@@ -481,57 +497,88 @@ def trainer(actor, ref="none", path="/m"):
     return SimpleNamespace(config=OmegaConf.create({"actor_rollout_ref": section}))
 
 
-def answers(monkeypatch, *fingerprints):
-    monkeypatch.setattr(integration, "engines", lambda trainer: list(fingerprints))
+def answers(monkeypatch, *fingerprints, missing=()):
+    monkeypatch.setattr(integration, "engines", lambda trainer: (list(fingerprints), list(missing)))
 
 
 NAMED = {"regions": "all", "engine": "vllm_cpu"}
+PROBED = {"regions": "all", "engine": probed().as_dict()}
+RUN = "run `verl-rounding-align probe --model /m --mode eager` in the engine's environment"
 
 
-@pytest.mark.parametrize("value", [NAMED, {"regions": "all", "engine": probed().as_dict()}], ids=["named", "probed"])
+@pytest.mark.parametrize("value", [NAMED, PROBED], ids=["named", "probed"])
 def test_the_running_engine_is_verified_once_for_each_role(monkeypatch, capsys, value):
-    answers(monkeypatch, asdict(EAGER), asdict(EAGER))
+    answers(monkeypatch, EAGER)
     assert integration.check_engines(trainer(value, value)) is True
     assert capsys.readouterr().out == "".join(
         f"rounding_align: {role}: engine verified; {EAGER}\n" for role in ("actor", "ref")
     )
 
 
-def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("value", "advice"), [(NAMED, f"{RUN}, or set rounding_align=auto"), (PROBED, RUN)], ids=["named", "probed"]
+)
+def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, capsys, value, advice):
     newer = replace(EAGER, torch="2.14.0")
-    answers(monkeypatch, asdict(newer))
-    assert integration.check_engines(trainer(NAMED)) is False
+    answers(monkeypatch, newer)
+    assert integration.check_engines(trainer(value)) is False
+    name = "vllm_cpu" if value is NAMED else "probed-1234"
     assert capsys.readouterr().out == (
-        "rounding_align: actor: engine unverified: the engine has torch='2.14.0', vllm_cpu was verified with '2.13.0'; run "
-        f"`verl-rounding-align probe --model /m --mode eager`, or set rounding_align=auto; {newer}\n"
+        f"rounding_align: actor: engine unverified: the engine has torch='2.14.0', {name} was verified with '2.13.0'; "
+        f"{advice}; {newer}\n"
     )
 
 
 def test_one_replica_that_contradicts_the_plan_stops_the_run(monkeypatch):
-    answers(monkeypatch, asdict(EAGER), asdict(verified("vllm_compiled")))
+    answers(monkeypatch, EAGER, verified("vllm_compiled"))
     with pytest.raises(RuntimeError) as error:
         integration.check_engines(trainer(NAMED))
-    assert str(error.value).startswith(
+    assert str(error.value) == (
         f"{KEY}: the running engine contradicts the plan: the engine has mode='compiled', vllm_cpu was verified with 'eager'; "
-        "the engine has custom_ops=('none',), vllm_cpu was verified with ('all',); engine: vllm 0.30.0 cpu compiled"
+        "the engine has custom_ops=('none',), vllm_cpu was verified with ('all',); engine: "
+        f"{verified('vllm_compiled')}; set rounding_align=auto, or give the engine the settings that the plan was made for"
     )
 
 
 def test_a_fingerprint_that_is_missing_is_said_and_harms_nothing(monkeypatch, capsys):
-    answers(monkeypatch, asdict(EAGER), {"missing": "AttributeError: no"})
+    answers(monkeypatch, EAGER, missing=["AttributeError: no"])
     assert integration.check_engines(trainer(NAMED)) is False
-    assert (
-        "rounding_align: actor: engine unverified: its fingerprint is missing: AttributeError: no\n"
-        in capsys.readouterr().out
-    )
+    line = "rounding_align: actor: engine unverified: its fingerprint is missing: AttributeError: no\n"
+    assert line in capsys.readouterr().out
 
 
-def test_replicas_that_cannot_be_asked_answer_that_they_cannot():
-    silent = SimpleNamespace(
-        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(server_handle=object())])
+def test_whatever_replicas_answer_becomes_a_fingerprint_or_a_reason(monkeypatch):
+    """A handle without the method, a worker that raised, fields of another release of this package, and a good answer."""
+
+    def handle(answer):
+        remote = SimpleNamespace(remote=lambda: answer)
+        return SimpleNamespace(server_handle=SimpleNamespace(rounding_align_fingerprint=remote))
+
+    def get(answer, timeout):
+        assert 0 <= timeout <= integration.ENGINE_TIMEOUT
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ray.get", get)
+    replicas = [
+        SimpleNamespace(server_handle=object()),
+        handle(TimeoutError("line\nno answer")),
+        handle([{**asdict(EAGER), "new": 1}]),
+        handle([{"missing": "why"}]),
+        handle([asdict(EAGER), asdict(EAGER)]),
+    ]
+    running, missing = integration.engines(
+        SimpleNamespace(llm_server_manager=SimpleNamespace(get_replicas=lambda: replicas))
     )
-    assert list(integration.engines(silent)[0]) == ["missing"]
-    assert integration.engines(SimpleNamespace()) == [{"missing": "the trainer knows no rollout replica"}]
+    assert running == [EAGER]
+    assert missing == [
+        "AttributeError: 'object' object has no attribute 'rounding_align_fingerprint'",
+        "TimeoutError: no answer",
+        "ValueError: fingerprint: unknown fields ['new'], missing fields []",
+        "why",
+    ]
+    assert integration.engines(SimpleNamespace()) == ([], ["the trainer knows no rollout replica"])
 
 
 def test_fit_asks_the_engines_before_the_first_step(monkeypatch):
@@ -541,15 +588,17 @@ def test_fit_asks_the_engines_before_the_first_step(monkeypatch):
         _setup = _compute_metrics = lambda self, metrics: None
 
     integration._on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer))
-    answers(monkeypatch, asdict(replace(EAGER, mode="compiled")))
+    answers(monkeypatch, replace(EAGER, mode="compiled"))
     run = PPOTrainer()
     run.config = trainer(NAMED).config
     with pytest.raises(RuntimeError, match="contradicts the plan"):
         run.fit()
     assert run.steps == 0
-    run.config = OmegaConf.create({"actor_rollout_ref": {"actor": {}, "ref": {}}})  # without the key nobody is asked
-    run.fit()
-    assert run.steps == 1
+    for nothing in ({}, {"rounding_align": "none"}):  # nobody is asked
+        run.config = OmegaConf.create({"actor_rollout_ref": {"actor": nothing, "ref": {}}})
+        run.steps = 0
+        run.fit()
+        assert run.steps == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- workers

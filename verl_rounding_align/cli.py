@@ -60,17 +60,23 @@ def presets(json: Json = None) -> None:
 @app.command()
 def plan(
     model: Model,
-    regions: Annotated[str, typer.Option(help="value of the key: rope, paper, all, a+b, ...")] = "rope",
+    regions: Annotated[
+        str | None, typer.Option(help="value of the key: rope, paper, all, a+b, ...; default: the config's, or rope")
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="preset or probe's JSON file; else it is found from the options below")
     ] = None,
-    auto: Annotated[bool, typer.Option("--auto", help="probe the engine (once, then kept)")] = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="probe the engine (once, then kept); regions then defaults to auto")
+    ] = False,
     rollout_config: Annotated[
         Path | None,
         typer.Option(help="YAML: verl's config, or its rollout section; instead of the three options below"),
     ] = None,
     vllm: Annotated[str | None, typer.Option(help="vLLM release of the rollout; default: the installed one")] = None,
-    device: Annotated[str, typer.Option(help="device of the rollout: cuda or cpu")] = "cuda",
+    device: Annotated[
+        str | None, typer.Option(help="device of the rollout: cuda or cpu; default: cuda, or what --auto finds here")
+    ] = None,
     eager: Annotated[
         bool, typer.Option("--eager/--compiled", help="enforce_eager=True, or the compiled graph")
     ] = False,
@@ -78,16 +84,15 @@ def plan(
 ) -> None:
     """Print what would be patched in a model for a rollout engine; loads no weights, starts nothing."""
     from . import report
-    from .engine.auto import Rollout
     from .integrations.verl import read_rollout
-    from .preview import installed_vllm, preview
+    from .preview import preview, request, rollout
 
-    asked = "auto" if auto or regions == "auto" else engine
+    asked = request(regions, engine, auto, rollout_config)
     if rollout_config:
-        rollout = read_rollout(rollout_config, device, probed=asked is not None)
+        where = read_rollout(rollout_config, device or "cuda", probed=asked.engine is not None or asked.auto)
     else:
-        rollout = Rollout(vllm or (installed_vllm() if asked in (None, "auto") else "0"), device, eager)
-    alignment = preview(model, regions, asked, rollout)
+        where = rollout(vllm, device, eager, asked)
+    alignment = preview(model, asked, where)
     rows = [(s.fqn, s.kind, report.points(s.before), report.points(s.after)) for s in alignment.sites]
     columns = ("module", "site kind", "stored before", "stored after")
     report.show(report.table(str(alignment), columns, rows))
@@ -102,30 +107,27 @@ def probe(
     family: Annotated[str | None, typer.Option(help="instead of a model: a family's default config")] = None,
     engine: Annotated[str, typer.Option(help="engine whose layers are run")] = "vllm",
     mode: Annotated[str, typer.Option(help="compiled, eager or both")] = "both",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, or auto: the checkpoint's")] = "auto",
     compilation_config: Annotated[str, typer.Option(help="JSON: what the rollout sets there, e.g. custom_ops")] = "{}",
     json: Json = None,
 ) -> None:
-    """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match."""
+    """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match that no preset denies."""
     from . import report
     from .engine import probe_vllm
-    from .engine.probe import refute
-    from .presets import resolve
 
-    found = probe_vllm.run_probe(model, family, engine, mode, compilation=loads(compilation_config))
+    try:
+        compilation = loads(compilation_config)
+    except ValueError as error:
+        raise ValueError(f"compilation-config={compilation_config!r}: not JSON: {error}") from error
+    found = probe_vllm.run_probe(model, family, engine, mode, compilation=compilation, dtype=dtype)
     report.show(probe_vllm.render(found.rows), *(f"{m}: {f}" for m, f in found.fingerprints.items()))
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
         Path(json).write_text(found.to_json(versions=report.versions()) + "\n")
-    for row in found.rows:
-        engine_name, version, device = row.engine.split()
-        try:
-            preset = resolve(engine_name, version, device, row.mode == "eager")
-        except ValueError as error:  # a release that no preset covers: there is nothing to refute
-            report.show(f"{row.kind}: {error}")
-            continue
-        for line in refute([row], preset):
-            report.show(f"preset refuted: {line}")
-    raise typer.Exit(probe_vllm.exit_code(found.rows))
+    refuted = found.refuted(report.show)
+    for line in refuted:
+        report.show(f"preset refuted: {line}")
+    raise typer.Exit(1 if refuted else probe_vllm.exit_code(found.rows))
 
 
 @app.command()

@@ -33,6 +33,7 @@ class Preset:
         evidence: group -> ``bitwise``, ``source`` or ``unproven``.
         source: what the row mirrors, with versions.
         engine, device, eager: the rollout this row is chosen for by :func:`resolve`; engine None is never chosen.
+        split: whether the row holds for a graph split at attention, or for a whole one; None where that is no matter.
         versions: inclusive (lowest, highest) engine release covered; None is open.
         note: what else a reader should know.
         verified: fingerprints of the engines that the points were compared with, bit for bit.
@@ -45,6 +46,7 @@ class Preset:
     engine: str | None = None
     device: str | None = None
     eager: bool | None = None
+    split: bool | None = None
     versions: tuple[str | None, str | None] = (None, None)
     note: str = field(default="")
     verified: tuple[Fingerprint, ...] = ()
@@ -74,7 +76,12 @@ class Preset:
             return Judgement(UNVERIFIED, f"{self.name} describes no engine")
         mode = "eager" if self.eager else "compiled"
         claimed = dict(engine=self.engine, device=self.device, mode=mode, batch_invariant=False)
+        claimed |= dict(emulate_precision_casts=False, quantization="", model_impl="vllm")
+        claimed |= {} if self.split is None else dict(split=self.split)
         other = {name: getattr(running, name) for name, x in claimed.items() if getattr(running, name) != x}
+        moved = [op for op in running.custom_ops if op.startswith("-" if self.eager else "+") or op == _OTHER[mode]]
+        if moved:  # single operators that depart from the mode's default
+            other["custom_ops"], claimed["custom_ops"] = running.custom_ops, ("all",) if self.eager else ("none",)
         if other:
             text = "; ".join(f"the engine has {n}={x!r}, {self.name} is for {claimed[n]!r}" for n, x in other.items())
             return Judgement(CONTRADICTED, text)
@@ -130,6 +137,7 @@ def _cpu(mode: str) -> tuple[Fingerprint, ...]:
             mode=mode,
             backend="inductor" if compiled else "",
             custom_ops=("none" if compiled else "all",),
+            arch="AVX512",
             ir_op_priority=("rms_norm=native", "fused_add_rms_norm=native"),
             torch="2.13.0",
         )
@@ -137,6 +145,7 @@ def _cpu(mode: str) -> tuple[Fingerprint, ...]:
     )
 
 
+_OTHER = {"compiled": "all", "eager": "none"}  # custom_ops of the other mode
 _ALL = {region.name: " ".join(region.points) for region in REGIONS.values()}
 _READ = ("0.8.5", "0.33.0")  # releases of vLLM whose sources were read
 _RUN = ("0.28.0", "0.32.0")  # releases whose CPU layers were run and matched at every site: recipes/engine_map
@@ -189,6 +198,7 @@ PRESETS = {
             engine="vllm",
             device="cuda",
             eager=False,
+            split=True,
             versions=_READ,
             note="carry: bitwise on vLLM 0.30's piecewise backend with CPU Inductor (tests/test_presets_vllm.py); not on Triton",
         ),

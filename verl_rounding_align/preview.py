@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from packaging.version import Version
 
 from . import families, presets
 from .engine import auto
-from .engine.spec import ModelSpec
 from .patch import Alignment, align
-from .plan import AUTO, find_preset, parse_request
+from .plan import AUTO, Request, find_preset, parse_request
 
 
 def installed_vllm() -> str:
@@ -40,23 +42,62 @@ def engine_preset(model: str, engine: str | None, rollout: auto.Rollout, key: st
         return presets.resolve("vllm", rollout.version, rollout.device, rollout.eager)
     if engine == AUTO:
         return auto.probe(model, rollout, key)[0]
-    return find_preset(engine, key, spec=ModelSpec.from_model(model), mode=rollout.mode)
+    return find_preset(engine, key, spec=auto.sized(model, rollout), mode=rollout.mode)
 
 
-def preview(model: str, regions: str, engine: str | None, rollout: auto.Rollout) -> Alignment:
+def request(regions: str | None, engine: str | None, auto: bool, rollout_config: Path | None = None) -> Request:
+    """Return what a command line asks for.
+
+    Args:
+        regions: value of the key; None for the config's own, else ``auto`` where the engine is probed, else ``rope``.
+        engine: a preset's name or a probe's file; wins over the value's own.
+        auto: whether the engine is to be probed.
+        rollout_config: YAML that may hold the key under ``actor_rollout_ref.actor``.
+
+    Raises:
+        ValueError: an illegal value, or both ``engine`` and ``auto``.
+    """
+    if auto and engine:
+        raise ValueError(f"engine={engine!r}: --auto probes the engine; leave out one of the two")
+    value: object = regions
+    if value is None and rollout_config is not None:
+        from omegaconf import OmegaConf
+
+        with suppress(OSError):  # said where the rollout is read
+            found = OmegaConf.select(OmegaConf.load(rollout_config), "actor_rollout_ref.actor.rounding_align")
+            value = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    asked = parse_request(value if value is not None else AUTO if auto else "rope")
+    return replace(asked, engine=AUTO if auto else engine or asked.engine)
+
+
+def rollout(version: str | None, device: str | None, eager: bool, asked: Request) -> auto.Rollout:
+    """Return the engine that three options describe.
+
+    Args:
+        version: vLLM's release, None for the installed one.
+        device: None for ``cuda``, or for what is here if the engine is probed.
+        eager: ``enforce_eager``.
+        asked: what for; an engine that is named needs no release.
+    """
+    if device is None:
+        device = "cpu" if asked.auto and not torch.cuda.is_available() else "cuda"
+    named = asked.engine not in (None, AUTO)
+    return auto.Rollout(version or ("0" if named else installed_vllm()), device, eager)
+
+
+def preview(model: str, asked: Request, where: auto.Rollout) -> Alignment:
     """Return the Alignment of a weightless copy of ``model``: its ``.plan`` and ``.sites``.
 
     Args:
         model: folder or hub name with a ``config.json``.
-        regions: value of the key.
-        engine, rollout: see :func:`engine_preset`.
+        asked: what is to be aligned, to which engine.
+        where: the engine as it will run; see :func:`engine_preset`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
     families.get(config.model_type)
-    request = parse_request(regions)
-    preset = engine_preset(model, engine or request.engine or (AUTO if request.auto else None), rollout)
+    preset = engine_preset(model, AUTO if asked.auto else asked.engine, where)
     with torch.device("meta"):
         weightless = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return align(weightless, request.plan(preset))
+    return align(weightless, asked.plan(preset))

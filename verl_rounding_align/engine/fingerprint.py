@@ -16,7 +16,16 @@ from dataclasses import asdict, dataclass, fields
 VERIFIED, UNVERIFIED, CONTRADICTED = "verified", "unverified", "contradicted"
 
 # fields that are known to move rounding when they differ; the others may
-_DECISIVE = ("engine", "device", "mode", "dtype", "custom_ops", "batch_invariant", "emulate_precision_casts")
+_DECISIVE = (
+    "engine",
+    "device",
+    "mode",
+    "custom_ops",
+    "batch_invariant",
+    "emulate_precision_casts",
+    "quantization",
+    "model_impl",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,9 @@ class Fingerprint:
         tensor_parallel: ranks of one model.
         rope_cache: dtype of the stored cosines and sines.
         dtype: the model dtype.
+        quantization: the engine's quantization method, empty for none.
+        model_impl: ``vllm`` for the engine's own model code, ``transformers`` for Hugging Face's inside the engine.
+        arch: what kernels are built for: a CPU's widest instruction set, a GPU's compute capability.
         torch: release, without a local part.
         emulate_precision_casts: whether Inductor keeps interior rounding (only ever True when compiled).
     """
@@ -53,6 +65,9 @@ class Fingerprint:
     tensor_parallel: int = 1
     rope_cache: str = "bfloat16"
     dtype: str = "bfloat16"
+    quantization: str = ""
+    model_impl: str = "vllm"
+    arch: str = ""
     torch: str = ""
     emulate_precision_casts: bool = False
 
@@ -73,17 +88,20 @@ class Fingerprint:
         """One line: what it is, and a short hash of every field.
 
         >>> print(Fingerprint("vllm", "0.30.0", "cpu", "eager", custom_ops=("none",), torch="2.13.0"))
-        vllm 0.30.0 cpu eager, bfloat16, torch 2.13.0, tp 1, custom_ops none, rope cache bfloat16 [3fb6e93d]
+        vllm 0.30.0 cpu eager, bfloat16, torch 2.13.0, tp 1, custom_ops none, rope cache bfloat16 [78ff28a2]
         """
         how = self.mode
         if self.mode == "compiled":
             how += f" ({self.backend}, {'split at attention' if self.split else 'whole graph'})"
-        parts = [f"{self.engine} {self.version} {self.device} {how}", self.dtype, f"torch {self.torch}"]
+        where = f"{self.device} ({self.arch})" if self.arch else self.device
+        parts = [f"{self.engine} {self.version} {where} {how}", self.dtype, f"torch {self.torch}"]
         parts.append(f"tp {self.tensor_parallel}")
         parts.append(f"custom_ops {' '.join(self.custom_ops) or '-'}")
         parts += [f"ir {' '.join(self.ir_op_priority)}"] if self.ir_op_priority else []
         parts += [f"passes {' '.join(self.passes)}"] if self.passes else []
         parts.append(f"rope cache {self.rope_cache}")
+        parts += [f"quantization {self.quantization}"] if self.quantization else []
+        parts += [f"model_impl {self.model_impl}"] if self.model_impl != "vllm" else []
         parts += ["batch invariant"] if self.batch_invariant else []
         parts += ["emulate_precision_casts"] if self.emulate_precision_casts else []
         return f"{', '.join(parts)} [{self.key}]"

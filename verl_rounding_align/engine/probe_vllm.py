@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
 
 from .probe import CASES, Row, exit_code, probe, render
 from .result import Result
@@ -14,6 +17,7 @@ __all__ = ["run_probe", "render", "exit_code"]
 
 ENGINES = ("vllm",)
 MODES = ("compiled", "eager", "both")
+DTYPES = ("auto", "bfloat16", "float16")
 
 
 def run_probe(
@@ -23,6 +27,7 @@ def run_probe(
     mode: str = "both",
     cases=CASES,
     compilation: Mapping | None = None,
+    dtype: str = "auto",
 ) -> Result:
     """Return what vLLM stores at every site kind of a model, with progress on stderr.
 
@@ -33,6 +38,7 @@ def run_probe(
         mode: ``compiled``, ``eager`` or ``both``.
         cases: the draws.
         compilation: fields of vLLM's ``compilation_config`` that the rollout sets.
+        dtype: the model dtype that the engine is given: ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's.
 
     Raises:
         ValueError: an unknown value, both or neither of model and family; the message holds the legal choices.
@@ -45,7 +51,11 @@ def run_probe(
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"engine={engine!r}: vllm is not installed in this environment; the probe runs its layers")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
     spec = ModelSpec.from_model(model) if model is not None else ModelSpec.from_family(family)
+    if dtype != "auto":
+        spec = replace(spec, dtype=getattr(torch, dtype))
     from rich.console import Console
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported

@@ -1,21 +1,23 @@
 """What a probe found, kept as JSON, and the preset that follows from it.
 
 The file holds the model's sizes, one fingerprint per mode, and one row per mode and site kind. A preset from it is named
-``probed-<fingerprint>`` and is verified on that fingerprint alone.
+``probed-<digits>``, which follow from its points and its fingerprint, and is verified on that fingerprint alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..presets import BITWISE, TRAINER, UNPROVEN, Preset
+from ..presets import BITWISE, TRAINER, UNPROVEN, Preset, resolve
 from ..presets import get as get_preset
 from ..regions import GROUPS, KINDS
-from .fingerprint import Fingerprint
-from .probe import EXACT, Difference, Row, to_json
+from .fingerprint import CONTRADICTED, Fingerprint
+from .probe import EXACT, Difference, Row, refute, to_json
 from .spec import ModelSpec
 
 
@@ -47,7 +49,7 @@ class Result:
         """
         payload = json.loads(text)
         prints = {mode: Fingerprint.from_dict(values) for mode, values in payload["fingerprints"].items()}
-        return cls(ModelSpec.from_dict(payload["spec"]), tuple(map(_row, payload["rows"])), prints)
+        return cls(ModelSpec.from_dict(payload["spec"]), tuple(map(row_from_json, payload["rows"])), prints)
 
     def mode(self, mode: str | None, key: str) -> str:
         """Return ``mode`` if it was probed; None stands for the only one.
@@ -90,7 +92,7 @@ class Result:
             if row.verdict != EXACT
         ]
         return Preset(
-            name=f"probed-{found.key}",
+            name=f"probed-{_digest(points, found)}",
             points=points,
             evidence=evidence,
             source=f"probe of {found}",
@@ -102,8 +104,33 @@ class Result:
             verified=(found,),
         )
 
+    def refuted(self, note: Callable[[str], None] = lambda text: None) -> list[str]:
+        """Return one line per site at which the preset that covers the engine is wrong.
 
-def _row(values: Mapping) -> Row:
+        Args:
+            note: called with a line where no preset claims anything about the engine.
+        """
+        lines = []
+        for mode, found in self.fingerprints.items():
+            try:
+                preset = resolve(found.engine, found.version, found.device, mode == "eager")
+            except ValueError as error:  # a release that no preset covers
+                note(f"{mode}: {error}")
+                continue
+            judgement = preset.judge(found)
+            if judgement.status == CONTRADICTED:  # other settings than the preset is for
+                note(f"{mode}: {preset.name} is for another engine: {judgement.why}")
+                continue
+            lines += refute([row for row in self.rows if row.mode == mode], preset)
+        return lines
+
+
+def _digest(points: Mapping[str, frozenset[str]], found: Fingerprint) -> str:
+    text = repr((found.key, sorted((kind, sorted(names)) for kind, names in points.items())))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def row_from_json(values: Mapping) -> Row:
     """Return a Row from its JSON."""
 
     def points(x):
@@ -127,8 +154,8 @@ def load(file: str | Path, spec: ModelSpec | None = None, mode: str | None = Non
     Raises:
         ValueError: no such file, not a probe's, another model's, or no rows for the mode.
     """
-    path, _, named = str(file).partition(".json")
-    path, named = Path(path + ".json").expanduser(), named.removeprefix(":") or None
+    path, named = re.fullmatch(r"(.*?)(?::(\w+))?", str(file), re.DOTALL).groups()
+    path = Path(path).expanduser()
     key = f"{key}={str(file)!r}"
     if named and mode and named != mode:
         raise ValueError(f"{key}: names mode {named!r}, and the engine runs {mode}")
@@ -148,5 +175,9 @@ def load(file: str | Path, spec: ModelSpec | None = None, mode: str | None = Non
 
 
 def is_file(engine: object) -> bool:
-    """Return whether an engine is named by a probe's file rather than by a preset's name."""
-    return isinstance(engine, str) and ".json" in engine
+    """Return whether an engine is named by a probe's file rather than by a preset's name.
+
+    >>> is_file("probe.json"), is_file("probe.json:eager"), is_file("vllm_cpu")
+    (True, True, False)
+    """
+    return isinstance(engine, str) and re.search(r"\.json(:\w+)?$", engine) is not None

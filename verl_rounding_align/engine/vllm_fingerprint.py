@@ -1,7 +1,7 @@
 """A fingerprint read off vLLM: from its finished config, and from a worker that has loaded a model.
 
-Only attributes of vLLM's config are read, with what they mean where a release lacks them; it works for releases that the
-probe refuses, so that a worker of any release can say what it is.
+Only attributes of vLLM's config are read, with what they mean where a release lacks them, so that workers of releases that
+the probe refuses can say what they are, or why they cannot.
 """
 
 from __future__ import annotations
@@ -14,12 +14,25 @@ _IR_OPS = ("rms_norm", "fused_add_rms_norm")
 _HARMLESS_PASSES = ("eliminate_noops", "enable_noop")
 
 
-def of_config(config, rope_cache: str, dtype: str) -> Fingerprint:
+def arch(device: str) -> str:
+    """Return what kernels on a device type are built for here."""
+    import torch
+
+    if device == "cpu":
+        amx = torch.cpu._is_amx_tile_supported()  # vLLM takes other kernels for experts then
+        return torch.backends.cpu.get_cpu_capability() + (" AMX" if amx else "")
+    if device == "cuda":
+        return "sm{}{}".format(*torch.cuda.get_device_capability())
+    return ""
+
+
+def of_config(config, rope_cache: str, dtype: str, model_impl: str = "vllm") -> Fingerprint:
     """Return the fingerprint of a vLLM config, as its platform has finished it.
 
     Args:
         config: a ``VllmConfig``.
         rope_cache, dtype: dtypes by name, which the config may not hold.
+        model_impl: ``vllm`` or ``transformers``.
     """
     import torch
     import vllm
@@ -28,7 +41,7 @@ def of_config(config, rope_cache: str, dtype: str) -> Fingerprint:
     from vllm.platforms import current_platform
 
     compilation = config.compilation_config
-    mode = getattr(compilation, "mode", None)
+    mode = compilation.mode if hasattr(compilation, "mode") else compilation.level  # level until vLLM 0.11
     model = config.model_config
     eager = not mode or bool(model is not None and model.enforce_eager)  # CompilationMode.NONE is 0
     device = "rocm" if torch.version.hip and current_platform.device_type == "cuda" else current_platform.device_type
@@ -51,6 +64,9 @@ def of_config(config, rope_cache: str, dtype: str) -> Fingerprint:
         tensor_parallel=config.parallel_config.tensor_parallel_size,
         rope_cache=rope_cache,
         dtype=dtype,
+        quantization=str((model is not None and model.quantization) or ""),
+        model_impl=model_impl,
+        arch=arch(device),
         torch=Version(torch.__version__).base_version,
         emulate_precision_casts=not eager
         and bool(compilation.inductor_compile_config.get("emulate_precision_casts", inductor)),
@@ -63,10 +79,14 @@ def of_worker(worker) -> Fingerprint:
     Args:
         worker: vLLM's ``Worker``; its ``vllm_config`` and ``model_runner.model`` are read.
     """
+    model = worker.model_runner.get_model()
     caches = {
         str(module.cos_sin_cache.dtype).removeprefix("torch.")
-        for module in worker.model_runner.get_model().modules()
+        for module in model.modules()
         if getattr(module, "cos_sin_cache", None) is not None
     }
     dtype = str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
-    return of_config(worker.vllm_config, rope_cache="+".join(sorted(caches)) or "none", dtype=dtype)
+    impl = (
+        "transformers" if type(model).__name__.startswith("Transformers") else "vllm"
+    )  # vLLM's names for its wrappers
+    return of_config(worker.vllm_config, rope_cache="+".join(sorted(caches)) or "none", dtype=dtype, model_impl=impl)

@@ -15,6 +15,7 @@ import functools
 import inspect
 import json
 import os
+import time
 from collections.abc import Mapping
 
 KEY = "rounding_align"
@@ -91,7 +92,10 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
     sections = {role: config.actor_rollout_ref[role] for role in ROLES}
     if not any(KEY in section for section in sections.values()):
         return {}
-    from ..plan import AUTO, find_preset, parse_request
+    from .. import presets
+    from ..engine.result import is_file
+    from ..plan import AUTO, build_plan, find_preset, parse_request
+    from ..regions import GROUPS
 
     values = {"actor": _plain(sections["actor"].get(KEY))}
     values["ref"] = _plain(sections["ref"].get(KEY)) if KEY in sections["ref"] else values["actor"]
@@ -99,7 +103,7 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
     # the value by itself first: a typing error is reported as such, whatever else the config holds
     requests = {role: parse_request(values[role], keys[role]) for role in ROLES}
     for request in requests.values():
-        if request.engine not in (None, AUTO):
+        if request.engine not in (None, AUTO) and not is_file(request.engine):
             request.plan(find_preset(request.engine, f"{request.key} engine"))
     resolved, lines, origins, engines = {}, [], [], {}
     for role, request in requests.items():
@@ -108,6 +112,9 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
             continue
         asked = repr((request.engine, request.auto))
         if asked not in engines:
+            if request.auto:  # what needs no plan is checked before a minute of probing
+                _check_run(config)
+                _check_role(config, role, build_plan(tuple(GROUPS), presets.get("fp32")), keys[role])
             engines[asked], origin = _preset(config, request)
             origins.append(origin)
         preset = engines[asked]
@@ -117,21 +124,16 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
                 f"{keys[role]}={values[role]!r}: no group has an exact answer, nothing to align ({preset.note})"
             )
         _check_role(config, role, plan, keys[role])
-        if request.engine is None:
+        if request.engine is None or preset.probed:
             _check_tensor_parallel(config, preset, plan, keys[role])
         # a probe's points travel with the config: its file may not be where the workers are
-        resolved[role] = {
-            "regions": "+".join(plan.groups),
-            "engine": preset.as_dict() if preset.probed else preset.name,
-        }
+        engine = preset.as_dict() if preset.probed else preset.name
+        resolved[role] = {"regions": "+".join(plan.groups), "engine": engine}
         if plan.backend != "auto":
             resolved[role]["backend"] = plan.backend
         lines.append(f"{role} {plan}")
-        lines += (
-            [f"not exact, left as it is unless asked for by name: {preset.note}"]
-            if preset.probed and preset.note
-            else []
-        )
+        if preset.probed and preset.note:
+            lines.append(f"not exact, left as it is unless asked for by name: {preset.note}")
     if lines:
         _check_run(config)
         _check_shared_reference(config, resolved, use_reference_policy)
@@ -143,7 +145,6 @@ def _preset(config, request):
     """Return (Preset, where it is from) of the engine that a role is aligned to."""
     from .. import presets
     from ..engine import auto, result
-    from ..engine.spec import ModelSpec
     from ..plan import find_preset
 
     model = config.actor_rollout_ref.model
@@ -152,12 +153,11 @@ def _preset(config, request):
         if not result.is_file(request.engine):
             return find_preset(request.engine, f"{request.key} engine"), "preset named in the config"
         engine = rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device, probed=True)
-        spec = ModelSpec.from_model(path) if _model_type(path) is not None else None
+        spec = auto.sized(path, engine) if _model_type(path) is not None else None
         found = find_preset(request.engine, f"{request.key} engine", spec=spec, mode=engine.mode)
         return found, f"{engine}; {found.source}"
     engine = rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device, probed=request.auto)
     if request.auto:
-        _check_run(config)  # before a minute of probing
         found, origin = auto.probe(os.path.expanduser(path), engine, request.key)
         return found, f"{engine}; {origin}"
     key = "actor_rollout_ref.rollout.name"
@@ -357,7 +357,9 @@ def rollout_engine(rollout, device: str, probed: bool = False):
         import torch
 
         device = "rocm" if torch.version.hip else "cuda"
-    return Rollout(_vllm_version(), device, eager, moves, environment)
+    name = rollout.get("dtype", "bfloat16")
+    dtype = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}.get(name, name)
+    return Rollout(_vllm_version(), device, eager, dtype, moves, environment)
 
 
 def _check_compilation(compilation: Mapping, eager: bool, prefix: str, escape: str, ask: str, probed: bool) -> bool:
@@ -662,19 +664,38 @@ def sites(trainer) -> dict[str, int]:
     return counts
 
 
-def engines(trainer) -> list[dict]:
-    """Return what every worker of every rollout replica says of itself: a fingerprint's fields, or ``{"missing": why}``."""
+def engines(trainer) -> tuple[list, list[str]]:
+    """Return (fingerprints, reasons why one is missing) of the running engines, each once.
+
+    Every rank of every rollout replica is asked; of a replica with data parallelism vLLM lets its first engine answer.
+    """
     import ray
 
+    from ..engine.fingerprint import Fingerprint
+
     managers = [getattr(trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
-    found = []
-    for replica in (r for manager in managers if manager is not None for r in manager.get_replicas()):
-        server = replica.server_handle
+    replicas = [replica for manager in managers if manager is not None for replica in manager.get_replicas()]
+    asked, running, missing = [], [], [] if replicas else ["the trainer knows no rollout replica"]
+    for replica in replicas:  # all at once, with one deadline
         try:
-            found += ray.get(server.rounding_align_fingerprint.remote(), timeout=ENGINE_TIMEOUT)
+            asked.append(replica.server_handle.rounding_align_fingerprint.remote())
         except Exception as error:  # an engine that cannot answer is no reason to stop a run
-            found.append({"missing": f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"})
-    return found or [{"missing": "the trainer knows no rollout replica"}]
+            missing.append(_brief(error))
+    deadline = time.monotonic() + ENGINE_TIMEOUT
+    for answer in asked:
+        try:
+            for fields in ray.get(answer, timeout=max(0.0, deadline - time.monotonic())):
+                if "missing" in fields:
+                    missing.append(fields["missing"])
+                else:
+                    running.append(Fingerprint.from_dict(fields))
+        except Exception as error:
+            missing.append(_brief(error))
+    return list(dict.fromkeys(running)), list(dict.fromkeys(missing))
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
 
 
 def check_engines(trainer) -> bool:
@@ -683,12 +704,10 @@ def check_engines(trainer) -> bool:
     Raises:
         RuntimeError: an engine contradicts a plan.
     """
-    from ..engine.fingerprint import CONTRADICTED, VERIFIED, Fingerprint
+    from ..engine.fingerprint import CONTRADICTED, VERIFIED
     from ..plan import find_preset
 
-    answers = engines(trainer)
-    running = list(dict.fromkeys(Fingerprint.from_dict(x) for x in answers if "missing" not in x))
-    missing = sorted({x["missing"] for x in answers if "missing" in x})
+    running, missing = engines(trainer)
     model = trainer.config.actor_rollout_ref.model.path
     every = not missing
     for role in ROLES:
@@ -699,16 +718,17 @@ def check_engines(trainer) -> bool:
         for fingerprint in running:
             judgement = preset.judge(fingerprint)
             if judgement.status == CONTRADICTED:
+                remedy = "probe the engine with the settings it runs with" if preset.probed else f"set {KEY}=auto"
                 raise RuntimeError(
                     f"actor_rollout_ref.{role}.{KEY}: the running engine contradicts the plan: {judgement.why}; engine: "
-                    f"{fingerprint}. Set {KEY}=auto, or give the engine the settings that the plan was made for"
+                    f"{fingerprint}; {remedy}, or give the engine the settings that the plan was made for"
                 )
-            every = every and judgement.status == VERIFIED
-            advice = f"; run `verl-rounding-align probe --model {model} --mode {fingerprint.mode}`, or set {KEY}=auto"
-            print(
-                f"rounding_align: {role}: engine {judgement}{'' if judgement.status == VERIFIED else advice}; {fingerprint}",
-                flush=True,
-            )
+            advice = ""
+            if judgement.status != VERIFIED:
+                every = False
+                run = f"run `verl-rounding-align probe --model {model} --mode {fingerprint.mode}` in the engine's environment"
+                advice = f"; {run}" if preset.probed else f"; {run}, or set {KEY}=auto"
+            print(f"rounding_align: {role}: engine {judgement}{advice}; {fingerprint}", flush=True)
         for reason in missing:
             print(f"rounding_align: {role}: engine unverified: its fingerprint is missing: {reason}", flush=True)
     return every
@@ -735,6 +755,9 @@ def _on_trainer(module) -> None:
     def asked(trainer) -> bool:
         return any(KEY in trainer.config.actor_rollout_ref[role] for role in ROLES)
 
+    def aligned(trainer) -> bool:
+        return any(_plain(trainer.config.actor_rollout_ref[role].get(KEY)) not in (None, "none") for role in ROLES)
+
     def make_setup(original):
         def _setup(self, *args, **kwargs):
             result = original(self, *args, **kwargs)
@@ -747,7 +770,7 @@ def _on_trainer(module) -> None:
 
     def make_fit(original):
         def fit(self, *args, **kwargs):
-            if asked(self):  # the engines are up, no step has run
+            if aligned(self):  # the engines are up, no step has run
                 _Trainer.verified = check_engines(self)
             return original(self, *args, **kwargs)
 
@@ -761,6 +784,7 @@ def _on_trainer(module) -> None:
             metrics = parameters.bind(self, *args, **kwargs).arguments["metrics"]
             if asked(self):
                 metrics.update({f"{KEY}/sites_{role}": n for role, n in sites(self).items()})
+            if aligned(self):
                 metrics[f"{KEY}/engine_verified"] = float(_Trainer.verified)
             if _Trainer.metrics and f"{KEY}/tokens" not in metrics:
                 reason = _metrics_obstacle(self.config) or "verl has not compared log-probs in this step"

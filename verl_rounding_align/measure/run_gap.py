@@ -46,7 +46,7 @@ def run_gap(
     results = {}
     for eager in MODES[mode]:
         name = "eager" if eager else "compiled"
-        preset = engine_preset(model, engine, Rollout(installed_vllm(), device, eager))
+        preset = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=None)
