@@ -115,6 +115,37 @@ def probe(
 
 
 @app.command()
+def sites(
+    model: Model,
+    mode: Annotated[str, typer.Option(help="compiled, eager or both")] = "compiled",
+    layers: Annotated[int, typer.Option(help="decoder layers to build, with dummy weights")] = 3,
+    split: Annotated[
+        bool, typer.Option("--split/--whole", help="split the compiled graph at attention, as vLLM does on CUDA")
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Read from vLLM's own graph where a decoder layer stores values, beside the trainer; exit 0 if carry is decided."""
+    from rich.console import Console
+
+    from . import report
+    from .engine.sites import exit_code, render, to_json
+    from .engine.sites_vllm import contradictions, run_sites
+
+    with Console(stderr=True).status("") as status:
+        maps = run_sites(model, mode, layers, split, status.update)
+    refuted = []
+    for found in maps:
+        report.show(*render(found))
+        lines = [f"preset refuted: {line}" for line in contradictions(found)]
+        report.show(*lines)
+        refuted += lines
+    if json:
+        Path(json).parent.mkdir(parents=True, exist_ok=True)
+        Path(json).write_text(to_json(maps, versions=report.versions()) + "\n")
+    raise typer.Exit(exit_code(maps, refuted))
+
+
+@app.command()
 def overhead(
     model: Annotated[str | None, typer.Option(help="folder or hub name of a model with weights")] = None,
     shape: Annotated[str | None, typer.Option(help="random weights in these sizes, e.g. qwen3-1.7b")] = None,

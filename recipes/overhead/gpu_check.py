@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package need
 
 from verl_rounding_align import backend as backends
 from verl_rounding_align import presets
+from verl_rounding_align.engine import inductor
 from verl_rounding_align.measure import overhead
 from verl_rounding_align.regions.add_rms_norm import add, rms_norm
 from verl_rounding_align.regions.rope import rotate
 from verl_rounding_align.regions.swiglu import swiglu
 from verl_rounding_align.rounding import Rounding
 
-# torch._inductor.config._post_fusion_custom_pass and the scheduler's nodes are internal: read and run on these releases
-HOOK_TESTED = ("2.11", "2.13")
+HOOK_TESTED = inductor.TESTED  # torch releases whose schedule can be read
 DTYPE = torch.bfloat16
 SHAPES = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 TOKENS = (4096, 16384)
@@ -179,18 +179,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> float:
 # --------------------------------------------------------------------------------------------------------------- sites
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One buffer that the compiled piece writes: the kernel, dtype, size, the operators fused into it, what it reads."""
-
-    kernel: int
-    extern: bool
-    buffer: str
-    dtype: str
-    size: tuple[str, ...]
-    reads: tuple[str, ...]
-    origins: tuple[str, ...]
-    output: bool
+Stored = inductor.Stored
 
 
 def schedule(function, args) -> list[Stored]:
@@ -199,43 +188,7 @@ def schedule(function, args) -> list[Stored]:
     Raises:
         RuntimeError: this torch release is not one of ``HOOK_TESTED``.
     """
-    release = ".".join(torch.__version__.split(".")[:2])
-    if release not in HOOK_TESTED:
-        raise RuntimeError(
-            f"torch {torch.__version__}: Inductor's _post_fusion_custom_pass was read and run on torch "
-            f"{', '.join(HOOK_TESTED)} only"
-        )
-    found: list[Stored] = []
-
-    def read(nodes):
-        for number, kernel in enumerate(nodes):
-            for node in kernel.get_nodes():
-                for buffer in node.get_outputs():
-                    ir = buffer.node
-                    if ir is None or not ir.get_size():
-                        continue
-                    found.append(
-                        Stored(
-                            kernel=number,
-                            extern=node.is_extern(),
-                            buffer=buffer.get_name(),
-                            dtype=str(ir.get_dtype()).removeprefix("torch."),
-                            size=tuple(map(str, ir.get_size())),
-                            reads=tuple(sorted({dep.name for dep in node.read_writes.reads})),
-                            origins=tuple(sorted({str(x.target) for x in ir.get_origins()})),
-                            output=any(user.get_name() == "OUTPUT" for user in buffer.users),
-                        )
-                    )
-        raise InterruptedError("the schedule is read; no kernel needs to be built")
-
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(_post_fusion_custom_pass=read, force_disable_caches=True), torch.no_grad():
-        try:
-            torch.compile(function)(*args)
-        except Exception as error:  # Inductor wraps what its passes raise
-            if "the schedule is read" not in str(error):
-                raise
-    return found
+    return list(inductor.schedule(function, args, HOOK_TESTED))
 
 
 def first_sum_by_schedule(stored: list[Stored], hidden: int) -> str:
