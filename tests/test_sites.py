@@ -34,7 +34,7 @@ def graph(values: str, stored: str, keeps_casts: bool = False) -> Graph:
     loops = [line.split() for line in stored.strip().splitlines()]
     holder = {value: buffer for buffer, _, _, value, *_ in loops}
     made = []
-    for line in values.strip().splitlines():
+    for line in filter(None, values.splitlines()):
         name, op, dtype, module, *reads = line.split()
         leaves, name, opaque, op = name[0] == ">", name.lstrip(">"), op[0] == "!", op.lstrip("!")
         buffer = name if op == "placeholder" else holder.get(name)
@@ -184,6 +184,22 @@ def test_kernels_that_both_store_bf16_are_no_rounding_difference():
     found = sites.site_map([graph(packed, KEPT + "\nb11 9 bfloat16 q1")], [graph(three, stored)], 3, **about)
     (row,) = [d for d in found.differences if d.part == "qkv_proj"]
     assert row.rounding is False and row.kind == sites.OUTSIDE
+
+
+def test_a_rounding_between_router_and_experts_is_listed():
+    lines = """
+g1 !aten.mm.default bfloat16 G.no_compile.model.layers.1.mlp.experts.gate
+w1 prims.convert_element_type.default bfloat16 layers.1.mlp.experts g1
+e1 !_C.fused_moe.default bfloat16 layers.1.mlp.experts w1
+"""
+    engine = graph(STREAM + lines, KEPT + "\nb11 9 bfloat16 g1\nb12 10 bfloat16 w1 b11\nb13 11 bfloat16 e1 b12")
+    trainer = graph(STREAM + "\ng1 !aten.mm.default bfloat16 layers.1.mlp.gate", KEPT + "\nb11 9 bfloat16 g1")
+    about = dict(engine="vllm", version="0", mode="compiled", device="cpu", split=False, torch="2", model="m")
+    found = sites.site_map([engine], [trainer], 3, **about).differences
+    assert [(d.part, d.rounding, d.trainer) for d in found if "routing" in d.engine] == [
+        ("experts", True, "routing: no rounding")
+    ]
+    assert not [d for d in found if d.part == "gate"]
 
 
 def test_json_comes_back_as_the_same_maps():
@@ -351,3 +367,46 @@ def test_command_prints_the_tables_writes_json_and_fails_where_carry_is_open(mon
     assert json.loads((tmp_path / "deep" / "f.json").read_text())["maps"][0]["carry"]["attn_add"] is False
     monkeypatch.setattr(sites_vllm, "run_sites", lambda *args: [replace(found, carry={"attn_add": None})])
     assert CliRunner().invoke(app, ["sites", "--model", "m"]).exit_code == 1
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def picture():
+    spec = importlib.util.spec_from_file_location("where_it_rounds_picture", RECIPE / "picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_picture_and_table_are_what_the_files_give(picture):
+    assert picture.main(["--check"]) == 0
+
+
+def test_picture_and_table_change_with_the_files(picture, tmp_path):
+    """The control: a map in which one point is stored gives another picture, and another table."""
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in picture.FILES:
+        maps = sites.from_json((RECIPE / "results" / name).read_text())
+        changed = [
+            replace(m, points=tuple(replace(p, stored=True) if p.point == "act" else p for p in m.points)) for m in maps
+        ]
+        (results / name).write_text(sites.to_json(changed))
+    for name in ("README.md", "decoder_layer.svg"):
+        (tmp_path / name).write_text((RECIPE / name).read_text())
+    options = ["--results", str(results), "--out", str(tmp_path)]
+    assert picture.main(["--check", *options]) == 1
+    assert picture.main(options) == 0 and picture.main(["--check", *options]) == 0
+    assert (
+        "| MLP: silu(gate) | stored bf16 | stored bf16 | stored bf16 | stored bf16 |"
+        in (tmp_path / "README.md").read_text()
+    )
+
+
+def test_files_of_the_page_agree_with_the_presets_and_decide_carry(picture):
+    maps = picture.load(RECIPE / "results")
+    assert [sites_vllm.contradictions(m) for m in maps.values()] == [[], [], []]
+    assert sites.exit_code(list(maps.values())) == 0
+    assert maps["split"].carry == {"attn_add": False, "mlp_add": True}

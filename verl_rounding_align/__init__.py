@@ -11,7 +11,7 @@ Layers, each importing only from those above it:
     patch.py         claim -> check -> apply -> undo; the only file that assigns ``.forward``
     preview.py       what a plan would patch, from a model's config alone
     metrics.py       mismatch estimators: pure tensor functions
-    engine/          what an inference engine really does: its own layers, against every subset of points
+    engine/          what an inference engine really does: its own layers, against every subset of points; its own graph
     measure/         gap and overhead: tools that return rows
     report.py        rows to a terminal, JSON
     integrations/    verl, verl on CPU, vLLM: only these and engine/ import a framework

@@ -4,4 +4,8 @@ spec.py          the sizes and constants of a model that rounding can depend on,
 probe.py         pure: engine outputs against every subset of rounding points, bitwise; rows, verdicts, rendering
 vllm_layers.py   vLLM's own layers as callables, compiled or eager; the only file that touches vLLM's internals
 probe_vllm.py    the two put together: ``run_probe``
+inductor.py      what torch stores: Inductor's schedule, or every operator of an eager run; the only internal torch hooks
+follow.py        pure: one decoder layer in such graphs, its rounding points followed from reader to value
+sites.py         pure: the site map, engine beside trainer and preset; rendering, JSON
+sites_vllm.py    vLLM's real model in a process of its own: ``run_sites``
 """

@@ -27,7 +27,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TESTED = ("2.11", "2.13")  # torch releases (major.minor) whose scheduler was read and run
+# torch releases (major.minor) whose scheduler was read and run: vLLM's models on 2.13, pieces of one (gpu_check) on both
+TESTED = ("2.11", "2.13")
 _DONE = "the schedule is read; no kernel needs to be built"
 
 
@@ -336,7 +337,9 @@ def _module(node) -> str:
     if not stack:
         return ""
     name = stack[-1][0] if isinstance(stack[-1], tuple) else str(stack[-1])
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name.replace("L['self']", "")).replace("_modules.", "").strip(".")
+    return (
+        re.sub(r"\[['\"]?([\w.]+)['\"]?\]", r".\1", name.replace("L['self']", "")).replace("_modules.", "").strip(".")
+    )
 
 
 def _frames(trace: str) -> tuple[tuple[str, int, str], ...]:
