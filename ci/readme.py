@@ -42,8 +42,11 @@ def gap() -> str:
             ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*r["k3_ratio"])
             unaligned = r["arm"] == "none"
             rows.append([mode, r["arm"], f"{value:.2f} [{low:.2f}, {high:.2f}]", "" if unaligned else ratio])
-    first = next(iter(payload["modes"].values()))[0]
-    note = f"{first['tokens']:,} response tokens in {first['sequences']} sequences; {made_with(payload['versions'])}"
+    counts = "; ".join(
+        f"{mode}: {rows[0]['tokens']:,} response tokens in {rows[0]['sequences']} sequences"
+        for mode, rows in payload["modes"].items()
+    )
+    note = f"{counts}; {made_with(payload['versions'])}"
     return markdown(["vLLM", "trainer", "k3, 1e-4 nats per token", "ratio to unaligned, paired"], rows) + f"\n\n{note}."
 
 

@@ -4,7 +4,11 @@ cannot delete rounding points."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -176,3 +180,58 @@ def test_a_whole_model_compiled_by_the_user_keeps_the_points():
         return mlp.down_proj(REGIONS["swiglu"].function(mlp.gate_proj(x), mlp.up_proj(x), Rounding({"act"})))
 
     assert not torch.equal(torch.compile(visible)(x), visible(x))
+
+
+# ---- many workers
+
+
+SWIGLU = """
+import sys, torch
+from verl_rounding_align import backend
+from verl_rounding_align.regions.swiglu import swiglu
+from verl_rounding_align.rounding import Rounding
+print("ready", flush=True)
+sys.stdin.readline()
+rows = {name: torch.ones(5, 8, dtype=torch.bfloat16) for name in ("gate", "up_")}
+backend.run(swiglu, rows, Rounding(), "compile")
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.parametrize("lock", [True, False], ids=["in line", "control: each for itself"])
+def test_workers_that_start_together_compile_a_graph_once(tmp_path, lock):
+    code = SWIGLU if lock else SWIGLU.replace("rows =", "backend.first_in_line = lambda key: __import__('contextlib').nullcontext()\nrows =")  # fmt: skip
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        for _ in range(2)
+    ]
+    assert [w.stdout.readline() for w in workers] == ["ready\n"] * 2
+    for worker in workers:
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    misses = [int(worker.communicate()[0]) for worker in workers]
+    assert sorted(misses) == ([0, 1] if lock else [1, 1])
+
+
+def test_a_worker_that_dies_keeps_nobody_waiting(monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "cache_dir", lambda: str(tmp_path))
+    code = "import os; from verl_rounding_align import backend\nwith backend.first_in_line('k'): os._exit(3)"
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 3
+    with backend.first_in_line("k"):
+        (file,) = (tmp_path / "verl-rounding-align").iterdir()
+        assert file.read_text() == ""  # the dead one did not say that it is compiled
+        with file.open("a+") as other, pytest.raises(BlockingIOError):  # and this process is the first in line now
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert file.read_text() == "1"
+    with backend.first_in_line("k"), file.open("a+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # compiled: nobody is held up
+
+
+def test_without_a_cache_nobody_waits(monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "cache_dir", lambda: str(tmp_path))
+    with torch._inductor.config.patch(force_disable_caches=True), backend.first_in_line("k"):
+        assert list(tmp_path.iterdir()) == []

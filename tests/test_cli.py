@@ -61,5 +61,5 @@ def test_an_illegal_value_ends_with_a_sentence_and_exit_code_2(model):
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == (
         "error: rounding_align='ropee': unknown region 'ropee'; choose from none, rope, swiglu, add_rms_norm, carry, "
-        "paper, all (join with +)\n"
+        "paper, all, auto (join with +)\n"
     )

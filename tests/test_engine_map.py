@@ -13,11 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packaging.version import Version
+from tiny import verified
 from typer.testing import CliRunner
 
 from verl_rounding_align import cli
 from verl_rounding_align.engine import probe_vllm
 from verl_rounding_align.engine.probe import EXACT, refute
+from verl_rounding_align.engine.result import Result
+from verl_rounding_align.engine.spec import ModelSpec
 from verl_rounding_align.presets import PRESETS
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "engine_map"
@@ -293,7 +296,8 @@ def test_results_hold_no_folder_of_the_machine():
 
 def test_probe_writes_the_rows_of_a_release_that_no_preset_covers(tmp_path, monkeypatch):
     answer = replace(rows(*RUN[0])[0], engine="vllm 0.7.0 cpu")
-    monkeypatch.setattr(probe_vllm, "run_probe", lambda *args: [answer])
+    found = Result(ModelSpec.from_family("qwen3"), (answer,), {answer.mode: verified("vllm_cpu")})
+    monkeypatch.setattr(probe_vllm, "run_probe", lambda *args, **kwargs: found)
     result = CliRunner().invoke(cli.app, ["probe", "--family", "qwen3", "--json", str(tmp_path / "rows.json")])
     assert result.exit_code == 0, result.output
     assert "no rounding preset for vllm 0.7.0 (compiled, cpu)" in result.output

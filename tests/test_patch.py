@@ -395,8 +395,8 @@ def test_unsupported_family_is_an_error():
 
 def test_unknown_region_is_an_error():
     assert error_of(tiny("qwen3"), "ropee") == (
-        "rounding_align='ropee': unknown region 'ropee'; choose from none, rope, swiglu, add_rms_norm, carry, paper, all "
-        "(join with +)"
+        "rounding_align='ropee': unknown region 'ropee'; choose from none, rope, swiglu, add_rms_norm, carry, paper, all, "
+        "auto (join with +)"
     )
 
 

@@ -16,7 +16,7 @@ from verl_rounding_align.presets import PRESETS, UNPROVEN, resolve
 from verl_rounding_align.regions import GROUPS, KINDS, REGIONS
 
 KEY = "actor_rollout_ref.actor.rounding_align"
-CHOICES = "none, rope, swiglu, add_rms_norm, carry, paper, all"
+CHOICES = "none, rope, swiglu, add_rms_norm, carry, paper, all, auto"
 GROUP_SETS = list(chain.from_iterable(combinations(GROUPS, n) for n in range(1, len(GROUPS) + 1)))
 
 

@@ -320,7 +320,7 @@ def test_run_probe_uses_the_checkpoints_own_rope_scaling(tmp_path):
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
     LlamaConfig(hidden_size=64, intermediate_size=65, num_attention_heads=4, num_key_value_heads=2,
                 rope_parameters=yarn, max_position_embeddings=256).save_pretrained(tmp_path)  # fmt: skip
-    rows = probe_vllm.run_probe(model=str(tmp_path), mode="eager", cases=VLLM_CASES)
+    rows = probe_vllm.run_probe(model=str(tmp_path), mode="eager", cases=VLLM_CASES).rows
     assert (exit_code(rows), refute(rows, presets.get("vllm_cpu"))) == (0, [])
     assert rows[0].points == {"cos_sin"} and rows[0].inert == {"qk_normed", "qk_norm"}
 

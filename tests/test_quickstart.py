@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from verl_rounding_align.engine import result
+from verl_rounding_align.plan import parse_plan
+from verl_rounding_align.regions import KINDS
+
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart"
 
@@ -164,19 +168,42 @@ def run(out: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.verl
 @pytest.mark.vllm
-def test_grpo_with_all_regions_aligned(quickstart, tmp_path):
-    """Compiled vLLM rollouts, FSDP2 actor and reference: five add-norm, two RoPE and two SwiGLU sites in two layers."""
-    done = run(tmp_path, "--arms", "all", "--steps", "3")
+def test_grpo_aligned_to_what_the_engine_was_asked(quickstart, tmp_path):
+    """Compiled vLLM rollouts, FSDP2 actor and reference: five add-norm, two RoPE and two SwiGLU sites in two layers. The
+    driver probes vLLM, and the running workers say that they are what was probed."""
+    done = run(tmp_path, "--arms", "auto", "--steps", "3", VERL_ROUNDING_ALIGN_CACHE=str(tmp_path / "kept"))
     assert done.returncode == 0, done.stderr[-3000:]
     (arm,) = json.loads((tmp_path / "summary.json").read_text())["arms"]
     assert arm["steps"] == 3 and arm["sites_actor"] == 9
-    assert "hf_eager -> vllm_compiled" in arm["plan"]
-    logged = quickstart.read_metrics(tmp_path / "all" / "metrics.jsonl")
+    (kept,) = (tmp_path / "kept").iterdir()
+    found = result.load(kept)
+    assert f"hf_eager -> {found.name}" in arm["plan"]
+    plan, preset = parse_plan("auto", found), parse_plan("all", "vllm_compiled")
+    assert all(plan.rounding(k) == preset.rounding(k) for k in KINDS if k != "experts")  # the model has none
+    log = (tmp_path / "auto" / "train.log").read_text()
+    for role in ("actor", "ref"):
+        assert f"rounding_align: {role}: engine verified; {found.verified[0]}" in log
+    logged = quickstart.read_metrics(tmp_path / "auto" / "metrics.jsonl")
+    assert [row["rounding_align/engine_verified"] for row in logged] == [1, 1, 1]
     assert [row["rounding_align/sites_ref"] for row in logged] == [9, 9, 9]
     for row in logged:
         # verl computes both in fp32 over the same tokens: rounding only, and k3 is a difference of numbers near 1
         assert row["rounding_align/mismatch_kl"] == pytest.approx(row["rollout_corr/kl"], abs=1e-6)
         assert row["rounding_align/mismatch_k3"] == pytest.approx(row["rollout_corr/k3_kl"], abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.verl
+@pytest.mark.vllm
+def test_an_engine_that_rounds_elsewhere_stops_the_run_before_its_first_step(tmp_path):
+    """Negative control of ``engine verified``: a variable that the driver's config does not show moves vLLM's rounding."""
+    done = run(tmp_path, "--arms", "all", "--steps", "1", TORCHINDUCTOR_EMULATE_PRECISION_CASTS="1")
+    assert done.returncode == 1
+    assert (
+        "actor_rollout_ref.actor.rounding_align: the running engine contradicts the plan: the engine has "
+        "emulate_precision_casts=True, vllm_compiled was verified with False" in done.stderr
+    )
+    assert not (tmp_path / "all" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

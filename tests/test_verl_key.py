@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +21,9 @@ import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from tiny import tiny, tokens
+from tiny import tiny, tokens, verified
 
-from verl_rounding_align import align
+from verl_rounding_align import align, presets
 from verl_rounding_align.integrations import verl as integration
 from verl_rounding_align.plan import parse_plan
 
@@ -177,7 +178,7 @@ def test_verl_itself_refuses_the_key(config):
 
 # ------------------------------------------------------------------------------------------------------------ errors
 
-CHOICES = "choose from none, rope, swiglu, add_rms_norm, carry, paper, all (join with +)"
+CHOICES = "choose from none, rope, swiglu, add_rms_norm, carry, paper, all, auto (join with +)"
 LIGER = (
     "actor_rollout_ref.model.use_liger=True: Liger's kernels replace rope, swiglu, add_rms_norm, carry, so {}='swiglu' "
     "cannot be applied; set use_liger=False or rounding_align=none"
@@ -188,7 +189,7 @@ ERRORS = {
     "type": (
         [f"+{KEY}=3"],
         f"{KEY}=3: expected a name, names joined with +, or a list of names from none, rope, swiglu, add_rms_norm, "
-        "carry, paper, all",
+        "carry, paper, all, auto",
     ),
     "preset": (
         [f"+{KEY}={{regions: rope, engine: vllm}}"],
@@ -234,7 +235,7 @@ ERRORS = {
     "empty list": (
         [f"+{KEY}=[]"],
         f"{KEY}=[]: expected a name, names joined with +, or a list of names from none, rope, swiglu, add_rms_norm, "
-        "carry, paper, all",
+        "carry, paper, all, auto",
     ),
     **{
         f"key under {place or 'the root'}": (
@@ -269,7 +270,7 @@ ERRORS = {
     "batch invariant": (
         [f"+{KEY}=rope", "actor_rollout_ref.rollout.full_determinism=True"],
         "actor_rollout_ref.rollout.full_determinism=True (or VLLM_BATCH_INVARIANT=1): vLLM's batch-invariant kernels round "
-        f"elsewhere and no preset covers them; switch it off, {ESCAPE}",
+        "elsewhere and no preset covers them; switch it off, or let the engine be asked: rounding_align=auto",
     ),
     "quantized": (
         [f"+{KEY}=rope", "actor_rollout_ref.rollout.quantization=fp8"],
@@ -286,7 +287,7 @@ ERRORS = {
     "custom ops": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"],
         f"{VLLM}.compilation_config.custom_ops=['+rms_norm']: it moves vLLM's rounding; presets cover ['none'] only "
-        f"(the default here), {ESCAPE}",
+        "(the default here); leave it out, or let the engine be asked: rounding_align=auto",
     ),
     "fusion pass": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=True"],
@@ -394,13 +395,161 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
     ],
 )
 def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager):
-    preset, _ = integration.rollout_preset(updated(*overrides))
-    assert preset.name == ("vllm_cuda" if eager else "vllm_compiled_split")
+    config = updated(*overrides)
+    found = integration.rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device)
+    assert (found.eager, found.device) == (eager, "cuda")
 
 
 def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):
     off = f"+{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False"
     integration.prepare(updated(*ERRORS["tensor parallel"][0], off))
+
+
+# ------------------------------------------------------------------------------------------------------ a probed engine
+
+EAGER = verified("vllm_cpu")
+
+
+def probed(note="", **evidence):
+    """Return the preset that a probe would give: vLLM-CPU's eager points, under a name of their own."""
+    row = presets.get("vllm_cpu")
+    return replace(row, name="probed-1234", note=note, evidence={**row.evidence, **evidence})
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Replace the probe; return the list of (model, Rollout, key) that it was asked for."""
+    calls = []
+
+    def probe(model, rollout, key):
+        calls.append((model, rollout, key))
+        return probed(), "probed now, FILE"
+
+    monkeypatch.setattr("verl_rounding_align.engine.auto.probe", probe)
+    return calls
+
+
+@pytest.mark.parametrize("value", ["auto", "{regions:all,engine:auto}", "{regions:auto}"])
+def test_auto_is_resolved_in_the_driver_and_travels_with_the_config(updated, asked, value, capsys):
+    config = updated(f"+{KEY}={value}", "actor_rollout_ref.rollout.enforce_eager=True", "trainer.device=cpu")
+    written = integration.prepare(config)
+    (call,) = asked  # once for both roles
+    assert call[0] == config.actor_rollout_ref.model.path
+    assert (call[1].version, call[1].device, call[1].mode) == ("0.30.0", "cpu", "eager")
+    assert written["actor"] == written["ref"] and written["actor"]["engine"] == probed().as_dict()
+    section = OmegaConf.create({"actor": {"rounding_align": written["actor"]}, "ref": {}})
+    plan = integration._requests(section)["actor"]  # as a worker reads it
+    assert plan == parse_plan("all", probed()) and plan.engine == "probed-1234"
+    assert "actor rope+swiglu+add_rms_norm+carry: hf_eager -> probed-1234" in capsys.readouterr().out
+
+
+def test_auto_probes_with_the_settings_that_presets_refuse(updated, asked):
+    custom = f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"
+    integration.prepare(updated(f"+{KEY}=auto", custom, "actor_rollout_ref.rollout.full_determinism=True"))
+    assert asked[0][1].compilation == {"custom_ops": ["+rms_norm"]}
+    assert asked[0][1].environment == {"VLLM_BATCH_INVARIANT": "1"}
+    for name in ("quantized", "Transformers' models", "fusion pass", "compilation mode"):
+        overrides, message = ERRORS[name]
+        with pytest.raises(ValueError) as error:
+            integration.prepare(updated(f"+{KEY}=auto", *overrides[1:]))
+        assert str(error.value) == message
+    assert len(asked) == 1
+
+
+def test_a_group_without_an_exact_answer_is_said(updated, monkeypatch, capsys):
+    doubtful = probed("experts: no match, best {} on 99.9970%", swiglu="unproven")
+    monkeypatch.setattr("verl_rounding_align.engine.auto.probe", lambda *args: (doubtful, "probed now, FILE"))
+    written = integration.prepare(updated(f"+{KEY}=auto"))
+    assert written["actor"]["regions"] == "rope+add_rms_norm+carry"
+    assert (
+        "not exact, left as it is unless asked for by name: experts: no match, best {} on 99.9970%"
+        in capsys.readouterr().out
+    )
+
+
+def test_no_exact_answer_at_all_stops(updated, monkeypatch):
+    nothing = probed("mlp: no match", **dict.fromkeys(("rope", "swiglu", "add_rms_norm", "carry"), "unproven"))
+    monkeypatch.setattr("verl_rounding_align.engine.auto.probe", lambda *args: (nothing, "probed now, FILE"))
+    with pytest.raises(ValueError) as error:
+        integration.prepare(updated(f"+{KEY}=auto"))
+    assert str(error.value) == f"{KEY}='auto': no group has an exact answer, nothing to align (mlp: no match)"
+
+
+def trainer(actor, ref="none", path="/m"):
+    """Return what ``check_engines`` reads of verl's trainer."""
+    section = {"actor": {"rounding_align": actor}, "ref": {"rounding_align": ref}, "model": {"path": path}}
+    return SimpleNamespace(config=OmegaConf.create({"actor_rollout_ref": section}))
+
+
+def answers(monkeypatch, *fingerprints):
+    monkeypatch.setattr(integration, "engines", lambda trainer: list(fingerprints))
+
+
+NAMED = {"regions": "all", "engine": "vllm_cpu"}
+
+
+@pytest.mark.parametrize("value", [NAMED, {"regions": "all", "engine": probed().as_dict()}], ids=["named", "probed"])
+def test_the_running_engine_is_verified_once_for_each_role(monkeypatch, capsys, value):
+    answers(monkeypatch, asdict(EAGER), asdict(EAGER))
+    assert integration.check_engines(trainer(value, value)) is True
+    assert capsys.readouterr().out == "".join(
+        f"rounding_align: {role}: engine verified; {EAGER}\n" for role in ("actor", "ref")
+    )
+
+
+def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, capsys):
+    newer = replace(EAGER, torch="2.14.0")
+    answers(monkeypatch, asdict(newer))
+    assert integration.check_engines(trainer(NAMED)) is False
+    assert capsys.readouterr().out == (
+        "rounding_align: actor: engine unverified: the engine has torch='2.14.0', vllm_cpu was verified with '2.13.0'; run "
+        f"`verl-rounding-align probe --model /m --mode eager`, or set rounding_align=auto; {newer}\n"
+    )
+
+
+def test_one_replica_that_contradicts_the_plan_stops_the_run(monkeypatch):
+    answers(monkeypatch, asdict(EAGER), asdict(verified("vllm_compiled")))
+    with pytest.raises(RuntimeError) as error:
+        integration.check_engines(trainer(NAMED))
+    assert str(error.value).startswith(
+        f"{KEY}: the running engine contradicts the plan: the engine has mode='compiled', vllm_cpu was verified with 'eager'; "
+        "the engine has custom_ops=('none',), vllm_cpu was verified with ('all',); engine: vllm 0.30.0 cpu compiled"
+    )
+
+
+def test_a_fingerprint_that_is_missing_is_said_and_harms_nothing(monkeypatch, capsys):
+    answers(monkeypatch, asdict(EAGER), {"missing": "AttributeError: no"})
+    assert integration.check_engines(trainer(NAMED)) is False
+    assert (
+        "rounding_align: actor: engine unverified: its fingerprint is missing: AttributeError: no\n"
+        in capsys.readouterr().out
+    )
+
+
+def test_replicas_that_cannot_be_asked_answer_that_they_cannot():
+    silent = SimpleNamespace(
+        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(server_handle=object())])
+    )
+    assert list(integration.engines(silent)[0]) == ["missing"]
+    assert integration.engines(SimpleNamespace()) == [{"missing": "the trainer knows no rollout replica"}]
+
+
+def test_fit_asks_the_engines_before_the_first_step(monkeypatch):
+    class PPOTrainer:
+        steps = 0
+        fit = lambda self: setattr(self, "steps", 1)  # noqa: E731
+        _setup = _compute_metrics = lambda self, metrics: None
+
+    integration._on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer))
+    answers(monkeypatch, asdict(replace(EAGER, mode="compiled")))
+    run = PPOTrainer()
+    run.config = trainer(NAMED).config
+    with pytest.raises(RuntimeError, match="contradicts the plan"):
+        run.fit()
+    assert run.steps == 0
+    run.config = OmegaConf.create({"actor_rollout_ref": {"actor": {}, "ref": {}}})  # without the key nobody is asked
+    run.fit()
+    assert run.steps == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- workers
@@ -605,7 +754,7 @@ def test_the_hooks_reach_the_installed_verl():
     from verl.utils.debug.metrics import calculate_debug_metrics
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    hooked = [PPOTrainer._setup, PPOTrainer._compute_metrics, validate_config, calculate_debug_metrics]
+    hooked = [PPOTrainer._setup, PPOTrainer.fit, PPOTrainer._compute_metrics, validate_config, calculate_debug_metrics]
     assert all(function._rounding_align for function in [*hooked, ActorRolloutRefWorker.init_model])
     marks = getattr(ActorRolloutRefWorker.init_model, MAGIC_ATTR)
     assert marks == getattr(ActorRolloutRefWorker.init_model.__wrapped__, MAGIC_ATTR)

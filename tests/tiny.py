@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_rounding_align.families import FAMILIES
+from verl_rounding_align.presets import PRESETS
 
 VOCAB = 97
 EXTRA = {"qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[0])}
@@ -56,6 +57,11 @@ def step(model, ids: torch.Tensor, **kwargs):
 def same(a: dict, b: dict) -> bool:
     """Return whether two dicts of tensors have the same keys and bitwise equal values."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def verified(preset: str, version: str = "0.30.0"):
+    """Return the fingerprint of an engine release that a preset was verified on."""
+    return next(found for found in PRESETS[preset].verified if found.version == version)
 
 
 def leave():

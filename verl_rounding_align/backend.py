@@ -10,15 +10,20 @@ delete interior rounding points silently.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib.util
 import inspect
+import os
 import shutil
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from packaging.version import Version
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .rounding import Rounding
 
@@ -115,6 +120,45 @@ def compiled(function: Callable, rnd: Rounding) -> Callable:
     return torch.compile(region, fullgraph=True, options=OPTIONS, **LIMIT)
 
 
+_started: set[tuple] = set()  # kinds of calls that this process has compiled, or found in Inductor's disk cache
+
+
+@contextlib.contextmanager
+def first_in_line(key: str) -> Iterator[None]:
+    """Let one process of a machine compile a kind of call; those that come meanwhile wait, then find it on disk.
+
+    Workers start together and meet the same regions in the same order; without this each compiles every graph. A lock of
+    the operating system: it ends with its process, so nobody waits for a worker that died. Where there is none (no
+    flock, a file system that refuses it, Inductor's cache switched off) every process compiles for itself.
+
+    Args:
+        key: what is compiled, the same text in every process.
+    """
+    try:
+        if torch._inductor.config.force_disable_caches or not torch._inductor.config.fx_graph_cache:
+            raise OSError("there is no cache to find anything in")
+        import fcntl
+
+        folder = Path(cache_dir()) / "verl-rounding-align"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = hashlib.sha256(f"{torch.__version__} {key}".encode()).hexdigest()[:24]
+        file = (folder / name).open("a+")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:  # somebody has compiled it: nobody needs to wait
+                fcntl.flock(file, fcntl.LOCK_UN)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)  # all who waited go on at once
+        except OSError:
+            pass
+        yield
+        file.write("1")
+
+
 def plain(x: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return ``x`` in ``shape``, differentiable, and not a view: a view would bring its base's shape into the guards."""
     return torch.ops.aten._unsafe_view(x.contiguous(), shape or x.shape)
@@ -150,4 +194,11 @@ def run(
         for x in rows.values():
             torch._dynamo.mark_dynamic(x, 0)
         params = {name: plain(p) for name, p in params.items()}
-        return compiled(function, rnd)(**rows, **params, **static)
+        call = functools.partial(compiled(function, rnd), **rows, **params, **static)
+        kinds = tuple((name, x.dtype, x.shape[1:], x.requires_grad) for name, x in {**rows, **params}.items())
+        key = (function.__name__, rnd, first.device.type, torch.is_grad_enabled(), kinds, *static.items())
+        if key in _started:
+            return call()
+        _started.add(key)
+        with first_in_line(str((*key[:1], str(rnd), *key[2:]))):
+            return call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,12 @@ def plan(
     model: Model,
     regions: Annotated[str, typer.Option(help="value of the key: rope, paper, all, a+b, ...")] = "rope",
     engine: Annotated[
-        str | None, typer.Option(help="preset of the engine; else it is found from the options below")
+        str | None, typer.Option(help="preset or probe's JSON file; else it is found from the options below")
+    ] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="probe the engine (once, then kept)")] = False,
+    rollout_config: Annotated[
+        Path | None,
+        typer.Option(help="YAML: verl's config, or its rollout section; instead of the three options below"),
     ] = None,
     vllm: Annotated[str | None, typer.Option(help="vLLM release of the rollout; default: the installed one")] = None,
     device: Annotated[str, typer.Option(help="device of the rollout: cuda or cpu")] = "cuda",
@@ -72,9 +78,16 @@ def plan(
 ) -> None:
     """Print what would be patched in a model for a rollout engine; loads no weights, starts nothing."""
     from . import report
-    from .preview import preview
+    from .engine.auto import Rollout
+    from .integrations.verl import read_rollout
+    from .preview import installed_vllm, preview
 
-    alignment = preview(model, regions, engine=engine, version=vllm, device=device, eager=eager)
+    asked = "auto" if auto or regions == "auto" else engine
+    if rollout_config:
+        rollout = read_rollout(rollout_config, device, probed=asked is not None)
+    else:
+        rollout = Rollout(vllm or (installed_vllm() if asked in (None, "auto") else "0"), device, eager)
+    alignment = preview(model, regions, asked, rollout)
     rows = [(s.fqn, s.kind, report.points(s.before), report.points(s.after)) for s in alignment.sites]
     columns = ("module", "site kind", "stored before", "stored after")
     report.show(report.table(str(alignment), columns, rows))
@@ -89,6 +102,7 @@ def probe(
     family: Annotated[str | None, typer.Option(help="instead of a model: a family's default config")] = None,
     engine: Annotated[str, typer.Option(help="engine whose layers are run")] = "vllm",
     mode: Annotated[str, typer.Option(help="compiled, eager or both")] = "both",
+    compilation_config: Annotated[str, typer.Option(help="JSON: what the rollout sets there, e.g. custom_ops")] = "{}",
     json: Json = None,
 ) -> None:
     """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match."""
@@ -97,12 +111,12 @@ def probe(
     from .engine.probe import refute
     from .presets import resolve
 
-    rows = probe_vllm.run_probe(model, family, engine, mode)
-    report.show(probe_vllm.render(rows))
+    found = probe_vllm.run_probe(model, family, engine, mode, compilation=loads(compilation_config))
+    report.show(probe_vllm.render(found.rows), *(f"{m}: {f}" for m, f in found.fingerprints.items()))
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
-        Path(json).write_text(probe_vllm.to_json(rows, versions=report.versions()) + "\n")
-    for row in rows:
+        Path(json).write_text(found.to_json(versions=report.versions()) + "\n")
+    for row in found.rows:
         engine_name, version, device = row.engine.split()
         try:
             preset = resolve(engine_name, version, device, row.mode == "eager")
@@ -111,7 +125,7 @@ def probe(
             continue
         for line in refute([row], preset):
             report.show(f"preset refuted: {line}")
-    raise typer.Exit(probe_vllm.exit_code(rows))
+    raise typer.Exit(probe_vllm.exit_code(found.rows))
 
 
 @app.command()
@@ -198,13 +212,16 @@ def gap(
     mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
     tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
     prompts: Annotated[Path | None, typer.Option(help="one prompt a line; default: 48 that come along")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="auto to probe it, a probe's JSON file, or a preset; default: the preset for it")
+    ] = None,
     device: Annotated[str, typer.Option(help="device vLLM runs on: cuda or cpu; selects the preset")] = "cpu",
     backend: Annotated[str, typer.Option(help="how regions run: auto, compile or eager")] = "auto",
 ) -> None:
     """Measure the gap with fixed weights: vLLM generates, the trainer scores the same tokens, unaligned and aligned."""
     from .measure.run_gap import run_gap
 
-    run_gap(model, out, regions.split(","), mode, tokens, prompts, device, backend)
+    run_gap(model, out, regions.split(","), mode, tokens, prompts, device, backend, engine)
 
 
 def main() -> None:

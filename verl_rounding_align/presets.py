@@ -12,13 +12,15 @@ Adding an engine is one row in ``PRESETS``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from packaging.version import Version
 
+from .engine.fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, judge
 from .regions import GROUPS, KINDS, REGIONS
 
 BITWISE, SOURCE, UNPROVEN = "bitwise", "source", "unproven"
+TRAINER = "hf_eager"  # the row that describes an unpatched trainer
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Preset:
         source: what the row mirrors, with versions.
         engine, device, eager: the rollout this row is chosen for by :func:`resolve`; engine None is never chosen.
         versions: inclusive (lowest, highest) engine release covered; None is open.
+        note: what else a reader should know.
+        verified: fingerprints of the engines that the points were compared with, bit for bit.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Preset:
     eager: bool | None = None
     versions: tuple[str | None, str | None] = (None, None)
     note: str = field(default="")
+    verified: tuple[Fingerprint, ...] = ()
 
     def __post_init__(self):
         assert set(self.points) == set(KINDS), f"{self.name}: site kinds {sorted(self.points)}"
@@ -51,10 +56,54 @@ class Preset:
             unknown = points - set(REGIONS[KINDS[kind]].points)
             assert not unknown, f"{self.name}: {kind} has no point {sorted(unknown)}"
 
+    @property
+    def probed(self) -> bool:
+        """Whether this row is a probe's result, not one of this file."""
+        return self.name not in PRESETS
+
     def covers(self, version: str) -> bool:
         """Return whether an engine release (``0.30.0``, ``0.30.0+cpu``) lies in this row's range."""
         release, (low, high) = Version(Version(version).base_version), self.versions
         return (low is None or Version(low) <= release) and (high is None or release <= Version(high))
+
+    def judge(self, running: Fingerprint) -> Judgement:
+        """Return what this row is worth for a running engine: verified, unverified or contradicted, and why."""
+        if self.verified:
+            return judge(running, self.verified, self.name)
+        if self.engine is None:
+            return Judgement(UNVERIFIED, f"{self.name} describes no engine")
+        mode = "eager" if self.eager else "compiled"
+        claimed = dict(engine=self.engine, device=self.device, mode=mode, batch_invariant=False)
+        other = {name: getattr(running, name) for name, x in claimed.items() if getattr(running, name) != x}
+        if other:
+            text = "; ".join(f"the engine has {n}={x!r}, {self.name} is for {claimed[n]!r}" for n, x in other.items())
+            return Judgement(CONTRADICTED, text)
+        return Judgement(UNVERIFIED, f"{self.name} was not compared with an engine ({self.source})")
+
+    def as_dict(self) -> dict:
+        """Return the fields as JSON and config files can hold them."""
+        points = {kind: sorted(names) for kind, names in self.points.items()}
+        verified = [{n: list(x) if isinstance(x, tuple) else x for n, x in vars(f).items()} for f in self.verified]
+        return {**asdict(self), "points": points, "versions": list(self.versions), "verified": verified}
+
+    @classmethod
+    def from_dict(cls, values: Mapping, key: str = "engine") -> Preset:
+        """Return the preset that :meth:`as_dict` was made of.
+
+        Raises:
+            ValueError: something is missing or unknown.
+
+        >>> Preset.from_dict(get("vllm_cpu").as_dict()) == get("vllm_cpu")
+        True
+        """
+        try:
+            points = {kind: frozenset(names) for kind, names in values["points"].items()}
+            verified = tuple(map(Fingerprint.from_dict, values["verified"]))
+            return cls(**{**values, "points": points, "versions": tuple(values["versions"]), "verified": verified})
+        except (KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"{key}: not a preset written by this package ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _points(
@@ -68,6 +117,24 @@ def _points(
 
 def _evidence(every: str, **exceptions: str) -> dict[str, str]:
     return {group: exceptions.get(group, every) for group in GROUPS}
+
+
+def _cpu(mode: str) -> tuple[Fingerprint, ...]:
+    """Return the fingerprints of vLLM on CPU in its default settings that recipes/engine_map found, one per release."""
+    compiled = mode == "compiled"
+    return tuple(
+        Fingerprint(
+            engine="vllm",
+            version=f"0.{minor}.0",
+            device="cpu",
+            mode=mode,
+            backend="inductor" if compiled else "",
+            custom_ops=("none" if compiled else "all",),
+            ir_op_priority=("rms_norm=native", "fused_add_rms_norm=native"),
+            torch="2.13.0",
+        )
+        for minor in range(28, 33)
+    )
 
 
 _ALL = {region.name: " ".join(region.points) for region in REGIONS.values()}
@@ -112,6 +179,7 @@ PRESETS = {
             device="cpu",
             eager=False,
             versions=_RUN,
+            verified=_cpu("compiled"),
         ),
         Preset(
             name="vllm_compiled_split",
@@ -133,6 +201,7 @@ PRESETS = {
             device="cpu",
             eager=True,
             versions=_RUN,
+            verified=_cpu("eager"),
             note="experts: silu approximated in fp32 (fast_exp), within one step of the model dtype",
         ),
         _vllm_cuda("vllm_cuda", "0.24.0", "0.33.0", rope="", normed=False),

@@ -37,6 +37,7 @@ from ..regions.add_rms_norm import add_rms_norm
 from ..regions.rope import rope
 from ..regions.swiglu import swiglu
 from ..rounding import Rounding
+from .fingerprint import Fingerprint
 from .spec import ModelSpec
 
 EXACT, AMBIGUOUS, NO_MATCH = "exact", "ambiguous", "no match"
@@ -52,6 +53,7 @@ class Engine(Protocol):
     compiled: bool
     device: str
     spec: ModelSpec
+    fingerprint: Fingerprint
     qk_weights: tuple[torch.Tensor | None, torch.Tensor | None]
     norm_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

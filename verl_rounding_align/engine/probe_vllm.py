@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 
-from .probe import CASES, Row, exit_code, probe, render, to_json
+from .probe import CASES, Row, exit_code, probe, render
+from .result import Result
 from .spec import ModelSpec
 
-__all__ = ["run_probe", "render", "exit_code", "to_json"]
+__all__ = ["run_probe", "render", "exit_code"]
 
 ENGINES = ("vllm",)
 MODES = ("compiled", "eager", "both")
 
 
 def run_probe(
-    model: str | None = None, family: str | None = None, engine: str = "vllm", mode: str = "both", cases=CASES
-) -> list[Row]:
+    model: str | None = None,
+    family: str | None = None,
+    engine: str = "vllm",
+    mode: str = "both",
+    cases=CASES,
+    compilation: Mapping | None = None,
+) -> Result:
     """Return what vLLM stores at every site kind of a model, with progress on stderr.
 
     Args:
@@ -25,6 +32,7 @@ def run_probe(
         engine: ``vllm``.
         mode: ``compiled``, ``eager`` or ``both``.
         cases: the draws.
+        compilation: fields of vLLM's ``compilation_config`` that the rollout sets.
 
     Raises:
         ValueError: an unknown value, both or neither of model and family; the message holds the legal choices.
@@ -37,15 +45,18 @@ def run_probe(
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"engine={engine!r}: vllm is not installed in this environment; the probe runs its layers")
-    spec = (ModelSpec.from_model(model) if model is not None else ModelSpec.from_family(family)).fewer()
+    spec = ModelSpec.from_model(model) if model is not None else ModelSpec.from_family(family)
     from rich.console import Console
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     rows: list[Row] = []
+    fingerprints = {}
     with Console(stderr=True).status("importing vLLM") as status:
-        from .vllm_layers import VllmLayers
+        from .vllm_layers import VllmLayers, engine_config
 
         for one in ("compiled", "eager") if mode == "both" else (mode,):
             status.update(f"building vLLM's layers, {one}")
-            rows += probe(VllmLayers(spec, one), cases, status.update)
-    return rows
+            layers = VllmLayers(spec.fewer(), one, config=engine_config(one, compilation=compilation))
+            fingerprints[one] = layers.fingerprint
+            rows += probe(layers, cases, status.update)
+    return Result(spec, tuple(rows), fingerprints)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +54,20 @@ class ModelSpec:
             intermediate_size=min(self.intermediate_size, 256 + self.intermediate_size % 64),
             expert_size=self.expert_size and min(-(-self.expert_size // 32) * 32, 256),
         )
+
+    def as_dict(self) -> dict:
+        """Return the fields as JSON can hold them."""
+        return {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> ModelSpec:
+        """Return the spec that :meth:`as_dict` was made of.
+
+        >>> spec = ModelSpec.from_family("llama")
+        >>> ModelSpec.from_dict(spec.as_dict()) == spec
+        True
+        """
+        return cls(**{**values, "dtype": getattr(torch, values["dtype"])})
 
     @classmethod
     def from_config(cls, config, key: str = "model_type") -> ModelSpec:

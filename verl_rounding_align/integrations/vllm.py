@@ -1,8 +1,11 @@
 """vLLM plugin (entry point group `vllm.general_plugins`), loaded in every process of a vLLM engine.
 
+Every worker can be asked what of it moves rounding: `collective_rpc("rounding_align_fingerprint")`, from vLLM itself or
+from verl's trainer.
+
 vLLM's CPU kernels work on packed weights, and vLLM throws the unpacked ones away once they are packed. verl sends new
 weights after every step: it loads them into the unpacked parameters and asks for packing again. In a verl run on a CPU
-(`VERL_PLATFORM=cpu`) the plugin therefore keeps the unpacked weights. Elsewhere it does nothing and imports nothing.
+(`VERL_PLATFORM=cpu`) the plugin therefore keeps the unpacked weights, and elsewhere leaves them alone.
 
 `VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS=1` breaks the weight synchronisation on purpose, for tests of the checks that
 must notice it: the engine's linear layers keep the weights of the first synchronisation.
@@ -20,7 +23,31 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Keep vLLM's unpacked weights in a verl run on a CPU; again does nothing.
+    """Let workers publish their fingerprint, and keep unpacked weights in a verl run on a CPU; again does nothing."""
+    try:
+        from vllm.v1.worker.worker_base import WorkerBase
+    except ImportError as error:  # a vLLM without it still serves; the trainer says that the fingerprint is missing
+        logger.warning("rounding_align: this engine cannot publish its fingerprint: %s", error)
+    else:
+        WorkerBase.rounding_align_fingerprint = rounding_align_fingerprint
+    _keep_unpacked_weights()
+
+
+def rounding_align_fingerprint(worker) -> dict:
+    """Return the fields of a worker's :class:`~verl_rounding_align.engine.fingerprint.Fingerprint`, or why there are none.
+
+    A worker is never harmed by being asked: whatever goes wrong becomes ``{"missing": reason}``.
+    """
+    try:
+        from ..engine.vllm_fingerprint import of_worker
+
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in vars(of_worker(worker)).items()}
+    except Exception as error:
+        return {"missing": f"{type(error).__name__}: {error}"}
+
+
+def _keep_unpacked_weights() -> None:
+    """Keep vLLM's unpacked weights in a verl run on a CPU.
 
     Raises:
         RuntimeError: if vLLM's packing function is not the one that is known.

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from .. import report
 from ..patch import align
-from ..plan import parse_plan
+from ..plan import find_preset, parse_plan
+from ..presets import Preset
 from ..regions import GROUPS
 from .rollout import Rollouts
 from .stats import bootstrap, per_sequence
@@ -118,7 +119,7 @@ def measure(
     model: str,
     rollouts: Rollouts,
     arms: Sequence[str],
-    engine: str,
+    engine: Preset | str,
     folder: Path,
     backend: str = "auto",
     progress: Callable[[str, int], None] = lambda arm, n: None,
@@ -130,7 +131,7 @@ def measure(
     Args:
         model: folder of the checkpoint that made the rollouts.
         arms: values of the key, e.g. ``rope``, ``rope+carry``; ``none`` is added.
-        engine: preset to align to.
+        engine: preset to align to, or its name.
         backend: see :func:`verl_rounding_align.align`.
     """
     from transformers import AutoModelForCausalLM
@@ -139,11 +140,11 @@ def measure(
 
     def log_probs(arm: str, batch_tokens: int) -> np.ndarray:
         nonlocal loaded
-        file = folder / f"trainer.{arm}.{batch_tokens}.safetensors"
+        file = folder / f"trainer.{arm}.{NONE if arm == NONE else preset.name}.{batch_tokens}.safetensors"
         if not file.exists():
             if loaded is None:
                 loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-            alignment = align(loaded, parse_plan(arm, engine=engine), backend=backend)
+            alignment = align(loaded, parse_plan(arm, engine=preset), backend=backend)
             scores = score(loaded, rollouts, batch_tokens, lambda n: progress(arm, n))
             assert not alignment.idle(), alignment.idle()
             alignment.undo()
@@ -151,8 +152,9 @@ def measure(
             Path(str(file) + ".part").replace(file)
         return load_file(file)["log_probs"].numpy().astype(np.float64)
 
+    preset = find_preset(engine)
     for arm in arms:
-        parse_plan(arm, engine=engine)
+        parse_plan(arm, engine=preset)
     folder.mkdir(parents=True, exist_ok=True)
     rollout, offsets = rollouts.log_probs.numpy().astype(np.float64), rollouts.response_offsets
     base = log_probs(NONE, BATCH_TOKENS)
@@ -160,7 +162,7 @@ def measure(
     rows = [gap_row(NONE, NONE, unaligned, unaligned, offsets)]
     for arm in arms:
         if arm != NONE:
-            rows.append(gap_row(arm, engine, rollout - log_probs(arm, BATCH_TOKENS), unaligned, offsets))
+            rows.append(gap_row(arm, preset.name, rollout - log_probs(arm, BATCH_TOKENS), unaligned, offsets))
     rows.append(gap_row(SELF, NONE, log_probs(NONE, 1) - base, unaligned, offsets))
     return rows
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .. import presets, report
-from ..preview import installed_vllm
+from .. import report
+from ..engine.auto import Rollout
+from ..preview import engine_preset, installed_vllm
 from . import gap, rollout
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
@@ -24,6 +25,7 @@ def run_gap(
     prompts: Path | None,
     device: str,
     backend: str,
+    engine: str | None = None,
 ) -> dict[str, list[gap.GapRow]]:
     """Measure, print and write ``gap.json``; see the command's help for the arguments.
 
@@ -41,7 +43,7 @@ def run_gap(
     results = {}
     for eager in MODES[mode]:
         name = "eager" if eager else "compiled"
-        preset = presets.resolve("vllm", installed_vllm(), device, eager, key="engine").name
+        preset = engine_preset(model, engine, Rollout(installed_vllm(), device, eager))
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=None)
@@ -56,7 +58,7 @@ def run_gap(
                 progress.advance(tasks[arm], n)
 
             results[name] = gap.measure(model, rollouts, arms, preset, out / name, backend, advance)
-        title = f"{Path(model).name}, vLLM {name}, aligned to {preset}"
+        title = f"{Path(model).name}, vLLM {name}, aligned to {preset.name}"
         report.show(gap.render(results[name], title))
     report.write_json(
         out / "gap.json",

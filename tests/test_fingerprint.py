@@ -1,0 +1,129 @@
+"""Contract: a fingerprint changes with every field that can move rounding, is the same in every process, and decides what
+a plan is worth for a running engine: verified only if nothing differs, contradicted if something decisive does. A worker
+that cannot say what it is says why, and is not harmed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+
+import pytest
+import torch
+from tiny import verified
+
+from verl_rounding_align import presets
+from verl_rounding_align.engine.fingerprint import (
+    _DECISIVE,
+    CONTRADICTED,
+    UNVERIFIED,
+    VERIFIED,
+    Fingerprint,
+    judge,
+)
+from verl_rounding_align.integrations.vllm import rounding_align_fingerprint
+
+CPU = verified("vllm_compiled")
+OTHER = {"str": "other", "bool": lambda x: not x, "int": lambda x: x + 1, "tuple[str, ...]": lambda x: (*x, "other")}
+NAMES = [f.name for f in fields(Fingerprint)]
+
+
+def changed(name: str) -> Fingerprint:
+    """Return the fingerprint with another value in one field."""
+    kind = next(f.type for f in fields(Fingerprint) if f.name == name)
+    new = OTHER[kind]
+    return replace(CPU, **{name: new(getattr(CPU, name)) if callable(new) else new})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_moves_the_key_and_costs_the_verification(name):
+    other = changed(name)
+    assert other.key != CPU.key and other.differences(CPU).keys() == {name}
+    judgement = judge(other, [CPU], "row")
+    assert judgement.status == (CONTRADICTED if name in _DECISIVE else UNVERIFIED)
+    assert (
+        judgement.why == f"the engine has {name}={getattr(other, name)!r}, row was verified with {getattr(CPU, name)!r}"
+    )
+    assert judge(CPU, [CPU], "row").status == judge(CPU, [other, CPU], "row").status == VERIFIED
+
+
+def test_the_nearest_verified_engine_is_the_one_that_is_named():
+    """One torch release away from one row, another mode than the other: unverified, not contradicted."""
+    running = replace(CPU, torch="2.14.0")
+    judgement = judge(running, [replace(CPU, mode="eager"), CPU], "row")
+    assert (judgement.status, judgement.why) == (
+        UNVERIFIED,
+        "the engine has torch='2.14.0', row was verified with '2.13.0'",
+    )
+
+
+def test_fields_survive_json_and_others_are_refused():
+    values = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(CPU).items()}
+    assert Fingerprint.from_dict(values) == CPU
+    del values["torch"]
+    with pytest.raises(ValueError) as error:
+        Fingerprint.from_dict({**values, "cuda": "13"})
+    assert str(error.value) == "fingerprint: unknown fields ['cuda'], missing fields ['torch']"
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS.values(), ids=str)
+def test_a_row_that_claims_bitwise_evidence_for_an_engine_names_the_engine(preset):
+    bitwise = preset.engine is not None and set(preset.evidence.values()) == {presets.BITWISE}
+    assert bool(preset.verified) == bitwise
+    mode = "eager" if preset.eager else "compiled"
+    assert all((v.engine, v.device, v.mode) == (preset.engine, preset.device, mode) for v in preset.verified)
+    assert all(preset.covers(v.version) for v in preset.verified)
+    assert presets.Preset.from_dict(preset.as_dict()) == preset
+
+
+@pytest.mark.parametrize(
+    ("name", "running", "status", "why"),
+    [
+        (
+            "vllm_cuda",
+            replace(CPU, device="cuda", mode="eager"),
+            UNVERIFIED,
+            "vllm_cuda was not compared with an engine (",
+        ),
+        ("vllm_cuda", CPU, CONTRADICTED, "the engine has device='cpu', vllm_cuda is for 'cuda'; the engine has mode="),
+        (
+            "vllm_cuda",
+            replace(CPU, device="cuda", mode="eager", batch_invariant=True),
+            CONTRADICTED,
+            "the engine has batch_invariant=True, vllm_cuda is for False",
+        ),
+        ("hf_eager", CPU, UNVERIFIED, "hf_eager describes no engine"),
+    ],
+)
+def test_a_row_that_nothing_was_compared_with_is_never_verified(name, running, status, why):
+    judgement = presets.get(name).judge(running)
+    assert judgement.status == status and judgement.why.startswith(why)
+
+
+def test_a_worker_that_cannot_say_what_it_is_says_why():
+    pytest.importorskip("vllm")
+    answer = rounding_align_fingerprint(object())
+    assert answer == {"missing": "AttributeError: 'object' object has no attribute 'model_runner'"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("mode", "preset"), [("compiled", "vllm_compiled"), ("eager", "vllm_cpu")])
+def test_vllms_own_config_has_the_fingerprint_of_its_preset(mode, preset):
+    """Whole runs compare a real worker's: tests/test_quickstart.py."""
+    layers = pytest.importorskip("verl_rounding_align.engine.vllm_layers")
+    from verl_rounding_align.engine.vllm_fingerprint import of_config
+
+    row = presets.get(preset)
+    assert of_config(layers.engine_config(mode), "bfloat16", "bfloat16") in row.verified
+    custom = of_config(layers.engine_config(mode, compilation={"custom_ops": ["+rms_norm"]}), "bfloat16", "bfloat16")
+    assert row.judge(custom).status == CONTRADICTED
+    with torch._inductor.config.patch(emulate_precision_casts=True):  # decides where Inductor rounds, and only there
+        emulated = of_config(layers.engine_config(mode), "bfloat16", "bfloat16")
+    assert row.judge(emulated).status == (CONTRADICTED if mode == "compiled" else VERIFIED)
+
+
+@pytest.mark.vllm
+def test_a_split_graph_has_another_fingerprint():
+    layers = pytest.importorskip("verl_rounding_align.engine.vllm_layers")
+    from verl_rounding_align.engine.vllm_fingerprint import of_config
+
+    split = of_config(layers.engine_config("compiled", split=True), "bfloat16", "bfloat16")
+    assert split.split and presets.get("vllm_compiled").judge(split).status != VERIFIED
