@@ -87,6 +87,16 @@ def test_site_map_and_probe_agree(release, mode):
     assert set(carry) == {mode == "eager"} and len(carry) == 2 * len(engine_map.FAMILIES)
 
 
+@pytest.mark.parametrize(("release", "mode"), RUN)
+def test_layers_ran_under_the_engines_own_dispatch(release, mode):
+    own = {"compiled": ("inductor", ["none"]), "eager": ("", ["all"])}
+    for answer in RECORDS[release]["probe"].values():
+        found = answer["fingerprints"][mode]
+        assert (found["version"], found["mode"], found["split"], found["passes"]) == (release, mode, False, [])
+        assert (found["backend"], found["custom_ops"]) == own[mode]
+        assert found["ir_op_priority"] == ["rms_norm=native", "fused_add_rms_norm=native"]
+
+
 @pytest.mark.parametrize("release", RECORDS)
 def test_a_result_names_the_release_it_is_of_and_no_folder_of_the_machine(release):
     record = RECORDS[release]
@@ -155,6 +165,17 @@ def test_site_maps_are_compared_with_the_probe(record):
     record["sites"]["qwen3"] = site_map(*said, ("attn_add", "sum", True))
     ((*_, verdict),) = table.run_cells(record)
     assert verdict.endswith("site map decides 5 of 6 points, contradicts the probe at qwen3 attn_add sum")
+
+
+def test_releases_that_dispatch_alike_share_a_line(record):
+    compiled = dict(backend="inductor", custom_ops=["none"], ir_op_priority=["rms_norm=native"], passes=[])
+    record["probe"]["llama"]["fingerprints"] = {"compiled": compiled, "eager": compiled | {"backend": ""}}
+    other = record | {"release": "0.31.0"}
+    assert table.dispatch_notes([record, other]) == [
+        "As vLLM's own config has it, compiled: backend inductor, custom_ops none, rms_norm=native, passes none "
+        "(0.30.0, 0.31.0).",
+        "As vLLM's own config has it, eager: backend none, custom_ops none, rms_norm=native, passes none (0.30.0, 0.31.0).",
+    ]
 
 
 def test_a_release_without_a_preset_says_so(record):

@@ -43,6 +43,8 @@ FAMILIES = {
                       num_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 COMMANDS = ("probe", "sites")
+# what is kept of a site map: ``sites --json`` also writes every value of the layer, and the trainer's
+SITES = ("engine", "version", "mode", "device", "split", "torch", "layer", "layers", "points", "carry", "notes")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # instruction sets that choose vLLM's and Inductor's CPU kernels
 CPU = """
@@ -116,8 +118,8 @@ def ask(command: str, family: str, python: Path, log: Path) -> dict:
     arguments = [command, "--model", folder, "--mode", "both", "--json", out]
     call(f"{command} {family}", [python, "-c", main, *arguments], log, out)
     answer = json.loads(out.read_text())
-    for found in answer.get("maps", ()):
-        del found["rows"]  # every value of the layer, three quarters of the file; ``sites --json`` has them
+    if "maps" in answer:
+        answer["maps"] = [{key: found[key] for key in SITES if key in found} for found in answer["maps"]]
     return {"seconds": round(time.monotonic() - started), **answer}
 
 

@@ -150,8 +150,33 @@ def read_cells(preset: Preset) -> list[str]:
     ]
 
 
+def dispatch(record: Mapping, mode: str) -> str:
+    """Return in words what the release itself chose in one mode, "" if its result does not say."""
+    found = {
+        json.dumps(answer["fingerprints"][mode], sort_keys=True): answer["fingerprints"][mode]
+        for answer in record.get("probe", {}).values()
+        if "fingerprints" in answer
+    }
+    parts = [
+        [f"backend {f['backend'] or 'none'}", f"custom_ops {', '.join(f['custom_ops'])}", *f["ir_op_priority"],
+         f"passes {', '.join(f['passes']) or 'none'}"]
+        for f in found.values()
+    ]  # fmt: skip
+    return " / ".join(sorted(", ".join(part) for part in parts))
+
+
+def dispatch_notes(records: list[dict]) -> list[str]:
+    """Return one line for each way in which releases dispatch."""
+    said: dict[str, list[str]] = {}
+    for mode in MODES:
+        for record in records:
+            if text := dispatch(record, mode):
+                said.setdefault(f"{mode}: {text}", []).append(record["release"])
+    return [f"As vLLM's own config has it, {text} ({', '.join(releases)})." for text, releases in said.items()]
+
+
 def table(records: list[dict]) -> str:
-    """Return the Markdown table and a line on where the CPU rows were run."""
+    """Return the Markdown table and lines on how and where the CPU rows were run."""
     cells = [row for record in records for row in run_cells(record)]
     cells += [read_cells(preset) for preset in PRESETS.values() if preset.device == "cuda"]
     lines = [COLUMNS, ["---"] * len(COLUMNS), *cells]
@@ -165,7 +190,7 @@ def table(records: list[dict]) -> str:
                 f"{record['release']} (Transformers {record['versions']['transformers']})"
             )
     notes = [f"{', '.join(releases)}: {machine}." for machine, releases in where.items()]
-    return "\n\n".join([text, *notes])
+    return "\n\n".join([text, *dispatch_notes(records), *notes])
 
 
 def filled(text: str, records: list[dict]) -> str:
