@@ -78,6 +78,25 @@ def test_every_family_and_site_was_probed(release, mode):
     assert found == {"llama": kinds, "qwen3": kinds, "qwen3_moe": [*kinds[:2], "experts", *kinds[2:]]}
 
 
+@pytest.mark.parametrize(("release", "mode"), RUN)
+def test_site_map_and_probe_agree(release, mode):
+    points = list(table.site_points(RECORDS[release], mode))
+    assert {family for family, _ in points} == set(engine_map.FAMILIES)
+    assert table.contradictions(RECORDS[release], mode) == []
+    carry = [point["stored"] for _, point in points if point["point"] == "carry"]
+    assert set(carry) == {mode == "eager"} and len(carry) == 2 * len(engine_map.FAMILIES)
+
+
+@pytest.mark.parametrize(("release", "mode"), RUN)
+def test_layers_ran_under_the_engines_own_dispatch(release, mode):
+    own = {"compiled": ("inductor", ["none"]), "eager": ("", ["all"])}
+    for answer in RECORDS[release]["probe"].values():
+        found = answer["fingerprints"][mode]
+        assert (found["version"], found["mode"], found["split"], found["passes"]) == (release, mode, False, [])
+        assert (found["backend"], found["custom_ops"]) == own[mode]
+        assert found["ir_op_priority"] == ["rms_norm=native", "fused_add_rms_norm=native"]
+
+
 @pytest.mark.parametrize("release", RECORDS)
 def test_a_result_names_the_release_it_is_of_and_no_folder_of_the_machine(release):
     record = RECORDS[release]
@@ -131,6 +150,34 @@ def test_a_site_without_a_match_is_in_the_verdict(record):
     assert verdict == "7 of 8 sites exact; qwen3 attn_add no match (75.000%); agrees with `vllm_compiled`"
 
 
+def site_map(*points, mode="compiled"):
+    return {"maps": [{"mode": mode, "points": [dict(kind=k, point=p, stored=s) for k, p, s in points]}]}
+
+
+def test_site_maps_are_compared_with_the_probe(record):
+    said = [("attention", "cos_sin", True), ("attention", "product", None), ("mlp_add", "carry", False)]
+    record["sites"] = {"qwen3": site_map(*said), "llama": site_map(("attn_add", "sum", True), mode="eager")}
+    ((*_, verdict),) = table.run_cells(record)
+    assert verdict.endswith("`vllm_compiled`; site map decides 2 of 3 points, agrees with the probe")
+    # llama has no Q/K norm, and nothing reads the stream after the final add: the probe cannot say
+    record["sites"]["llama"] = site_map(("attention", "qk_norm", True), ("final", "carry", True))
+    assert table.contradictions(record, "compiled") == []
+    record["sites"]["qwen3"] = site_map(*said, ("attn_add", "sum", True))
+    ((*_, verdict),) = table.run_cells(record)
+    assert verdict.endswith("site map decides 5 of 6 points, contradicts the probe at qwen3 attn_add sum")
+
+
+def test_releases_that_dispatch_alike_share_a_line(record):
+    compiled = dict(backend="inductor", custom_ops=["none"], ir_op_priority=["rms_norm=native"], passes=[])
+    record["probe"]["llama"]["fingerprints"] = {"compiled": compiled, "eager": compiled | {"backend": ""}}
+    other = record | {"release": "0.31.0"}
+    assert table.dispatch_notes([record, other]) == [
+        "As vLLM's own config has it, compiled: backend inductor, custom_ops none, rms_norm=native, passes none "
+        "(0.30.0, 0.31.0).",
+        "As vLLM's own config has it, eager: backend none, custom_ops none, rms_norm=native, passes none (0.30.0, 0.31.0).",
+    ]
+
+
 def test_a_release_without_a_preset_says_so(record):
     ((*_, verdict),) = table.run_cells(record | {"release": "0.7.0"})
     assert verdict == "8 of 8 sites exact; no preset"
@@ -175,6 +222,7 @@ def script(tmp_path, monkeypatch):
             record["cpu"] = {}
             if release in fail:
                 raise engine_map.Failed("install: ERROR: no wheel")
+            record.update({command: dict.fromkeys(engine_map.FAMILIES) for command in engine_map.COMMANDS})
 
         monkeypatch.setattr(engine_map, "run_release", run_release)
         monkeypatch.setattr(sys, "argv", ["engine_map.py", *arguments])
@@ -194,10 +242,16 @@ def test_a_release_that_fails_is_written_down_and_does_not_stop_the_others(scrip
     assert capsys.readouterr().err == "failed: 0.28.0: install: ERROR: no wheel\n"
 
 
-def test_a_release_with_a_result_is_skipped_unless_asked_for_again(script):
+def test_a_complete_release_is_skipped_unless_asked_for_again(script):
     assert script("--versions", "0.29.0") == (0, ["0.29.0"])
     assert script("--versions", "0.29.0,0.30.0") == (0, ["0.30.0"])
     assert script("--versions", "0.29.0", "--again") == (0, ["0.29.0"])
+
+
+def test_a_release_that_failed_is_run_again(script, tmp_path):
+    assert script("--versions", "0.29.0", fail=["0.29.0"]) == (1, ["0.29.0"])
+    assert script("--versions", "0.29.0") == (0, ["0.29.0"])
+    assert written(tmp_path) == {"0.29.0": "run"}
 
 
 def test_an_unknown_release_is_an_error_with_the_legal_ones(script, capsys):
@@ -212,13 +266,26 @@ def test_a_failed_step_is_named_with_its_last_line_and_logged(tmp_path):
     command = [sys.executable, "-c", "import sys; print('out'); sys.exit('first\\nlast')"]
     with pytest.raises(engine_map.Failed, match=r"^install: last$"):
         engine_map.call("install", command, log)
-    assert engine_map.call("install", command, log, allowed=(0, 1)) == "out\n"
-    assert log.read_text().count("first\nlast") == 2
+    assert log.read_text() == "== install, exit status 1\nout\nfirst\nlast\n\n"
 
 
-def test_a_command_that_fails_for_one_family_runs_for_the_others(tmp_path, monkeypatch):
+def test_exit_status_1_is_an_answer_only_if_one_was_written(tmp_path):
+    log, out = tmp_path / "log", tmp_path / "rows.json"
+    command = [sys.executable, "-c", "import sys; print('rows'); sys.exit(1)"]
+    with pytest.raises(engine_map.Failed, match=r"^probe: rows$"):
+        engine_map.call("probe", command, log, out)
+    out.write_text("{}")
+    assert engine_map.call("probe", command, log, out) == "rows\n"
+    with pytest.raises(engine_map.Failed, match=r"^probe: exit status 2$"):
+        engine_map.call("probe", [sys.executable, "-c", "import sys; sys.exit(2)"], log, out)
+
+
+def test_a_command_that_fails_for_one_family_runs_for_the_others_and_only_it_is_run_again(tmp_path, monkeypatch):
+    broken, asked = ["llama"], []
+
     def ask(command, family, python, log):
-        if family == "llama":
+        asked.append(family)
+        if family in broken:
             raise engine_map.Failed(f"{command} {family}: broken")
         return {"rows": [], "versions": {"torch": "2"}}
 
@@ -229,6 +296,9 @@ def test_a_command_that_fails_for_one_family_runs_for_the_others(tmp_path, monke
     with pytest.raises(engine_map.Failed, match=r"^probe llama: broken$"):
         engine_map.run_release("0.30.0", tmp_path / "log", record)
     assert (list(record["probe"]), record["versions"]) == (["qwen3", "qwen3_moe"], {"torch": "2"})
+    broken.clear()
+    engine_map.run_release("0.30.0", tmp_path / "log", record)
+    assert asked == ["llama", "qwen3", "qwen3_moe", "llama"]
 
 
 def test_the_script_knows_the_commands_of_this_checkout(tmp_path):

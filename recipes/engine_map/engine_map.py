@@ -4,9 +4,9 @@ For each release: a venv in ``.cache/engine_map/RELEASE`` with that vLLM, its to
 ``verl-rounding-align probe`` (and ``sites``, where this checkout has that command) for a tiny config of each family of
 ``FAMILIES``, compiled and eager. Only configs are written: no weights are loaded.
 
-Releases whose JSON is there are skipped (``--again`` runs them nonetheless), a venv that is there is used. A release that
-does not install or does not run is written down as such, with the last line of its error; the others go on, and the exit
-code is 1. Needs nothing but the Python it is run with, 3.11 or 3.12 for all releases.
+A release whose JSON is complete is skipped, one whose JSON is not is continued (``--again`` starts anew), a venv that is
+there is used. A release that does not install or does not run is written down as such, with the last line of its error;
+the others go on, and the exit code is 1. Needs nothing but the Python it is run with, 3.11 or 3.12 for all releases.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RELEASES = {
     "0.31.0": "5.10.4",
     "0.32.0": "5.16.1",
 }
-_SIZES = dict(
-    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+_SIZES = dict(  # as many layers as the command sites builds
+    hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     head_dim=64, max_position_embeddings=1024, vocab_size=512,
 )  # fmt: skip
 # without Q/K norm, with it, and with experts
@@ -43,6 +43,8 @@ FAMILIES = {
                       num_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 COMMANDS = ("probe", "sites")
+# what is kept of a site map: ``sites --json`` also writes every value of the layer, and the trainer's
+SITES = ("engine", "version", "mode", "device", "split", "torch", "layer", "layers", "points", "carry", "notes")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # instruction sets that choose vLLM's and Inductor's CPU kernels
 CPU = """
@@ -61,20 +63,25 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def call(step: str, command: Sequence[str | Path], log: Path, allowed: Sequence[int] = (0,)) -> str:
+def call(step: str, command: Sequence[str | Path], log: Path, out: Path | None = None) -> str:
     """Run a command, append what it says to ``log``, and return its standard output.
 
+    Args:
+        step: the command's name in messages.
+        command, log: see above.
+        out: a file that the command writes; its exit status may then also be 1: there are answers, not all of one kind.
+
     Raises:
-        Failed: its exit status is not among ``allowed``.
+        Failed: its exit status is another one, or it has not written ``out``.
     """
     run = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, cwd=ROOT, env=os.environ | ENVIRONMENT
     )
     with log.open("a") as file:
         file.write(f"== {step}, exit status {run.returncode}\n{run.stdout}{run.stderr}\n")
-    if run.returncode not in allowed:
+    if run.returncode not in ((0,) if out is None else (0, 1)) or (out is not None and not out.exists()):
         lines = (run.stderr.strip() or run.stdout.strip() or f"exit status {run.returncode}").splitlines()
-        raise Failed(f"{step}: {lines[-1]}")
+        raise Failed(f"{step}: {lines[-1].split('; see ')[0]}")  # where a log is says nothing elsewhere
     return run.stdout
 
 
@@ -108,12 +115,12 @@ def ask(command: str, family: str, python: Path, log: Path) -> dict:
     out.unlink(missing_ok=True)
     main = "from verl_rounding_align.cli import main; main()"
     started = time.monotonic()
-    # exit status 1: rows were found and written, not all with one answer
     arguments = [command, "--model", folder, "--mode", "both", "--json", out]
-    call(f"{command} {family}", [python, "-c", main, *arguments], log, allowed=(0, 1))
-    if not out.exists():
-        raise Failed(f"{command} {family}: no rows were written")
-    return {"seconds": round(time.monotonic() - started), **json.loads(out.read_text())}
+    call(f"{command} {family}", [python, "-c", main, *arguments], log, out)
+    answer = json.loads(out.read_text())
+    if "maps" in answer:
+        answer["maps"] = [{key: found[key] for key in SITES if key in found} for found in answer["maps"]]
+    return {"seconds": round(time.monotonic() - started), **answer}
 
 
 def without_paths(value):
@@ -139,6 +146,8 @@ def run_release(release: str, log: Path, record: dict) -> None:
             say(f"{release}: this checkout has no command {command}")
             continue
         for family in FAMILIES:
+            if family in record.get(command, {}):
+                continue
             say(f"{release}: {command} {family}")
             try:
                 answer = ask(command, family, python, log)
@@ -149,6 +158,16 @@ def run_release(release: str, log: Path, record: dict) -> None:
             record.setdefault(command, {})[family] = answer
     if errors:
         raise Failed("; ".join(errors))
+
+
+def read(release: str) -> dict:
+    """Return what is known of a release."""
+    path = RESULTS / f"{release}.json"
+    return json.loads(path.read_text()) if path.exists() else {"release": release}
+
+
+def complete(record: dict) -> bool:
+    return all(family in record.get(command, {}) for command in COMMANDS for family in FAMILIES)
 
 
 def write(record: dict) -> None:
@@ -162,7 +181,7 @@ def main() -> int:
     parser.add_argument(
         "--versions", default=",".join(RELEASES), help=f"comma-separated; default: {','.join(RELEASES)}"
     )
-    parser.add_argument("--again", action="store_true", help="run releases whose result is there, too")
+    parser.add_argument("--again", action="store_true", help="start anew where results are there")
     args = parser.parse_args()
     releases = args.versions.split(",")
     if unknown := [release for release in releases if release not in RELEASES]:
@@ -170,10 +189,11 @@ def main() -> int:
     CACHE.mkdir(parents=True, exist_ok=True)
     failed = {}
     for release in releases:
-        if (RESULTS / f"{release}.json").exists() and not args.again:
+        record, started = {"release": release} if args.again else read(release), time.monotonic()
+        if complete(record):
             say(f"{release}: result is there, skipped")
             continue
-        record, started = {"release": release, "status": "run"}, time.monotonic()
+        record["status"] = "run"
         try:
             run_release(release, CACHE / f"{release}.log", record)
         except Failed as error:

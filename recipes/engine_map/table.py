@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from packaging.version import Version
@@ -62,8 +62,40 @@ def cell(rows: Iterable[tuple[str, Row]]) -> str:
     return ", ".join(f"{name} {braces(row.best)}" for name, row in rows)
 
 
-def verdict(families: Mapping[str, list[Row]], preset: Preset | None) -> str:
-    """Return how many sites have exactly one answer, which do not, and whether the preset says the same."""
+def site_points(record: Mapping, mode: str) -> Iterator[tuple[str, Mapping]]:
+    """Yield (family, point) for every rounding point that a release's site maps decide or leave open in one mode."""
+    for family, answer in record.get("sites", {}).items():
+        for found in answer["maps"]:
+            if found["mode"] == mode:
+                yield from ((family, point) for point in found["points"])
+
+
+def contradictions(record: Mapping, mode: str) -> list[str]:
+    """Return ``family kind point`` for every point of which the site map says another thing than the probe."""
+    probed = {(family, row.kind): row for family, rows in rows_of(record, mode).items() for row in rows}
+    lines = []
+    for family, point in site_points(record, mode):
+        row = probed.get((family, point["kind"]))
+        if row is None or point["stored"] is None or point["point"] in row.inert:
+            continue
+        if point["stored"] != (point["point"] in row.best):
+            lines.append(f"{family} {point['kind']} {point['point']}")
+    return lines
+
+
+def site_verdict(record: Mapping, mode: str) -> list[str]:
+    """Return in words what the site maps add to the probe, nothing if there are none."""
+    points = [point for _, point in site_points(record, mode)]
+    if not points:
+        return []
+    decided = sum(point["stored"] is not None for point in points)
+    others = contradictions(record, mode)
+    says = f"contradicts the probe at {', '.join(others)}" if others else "agrees with the probe"
+    return [f"site map decides {decided} of {len(points)} points, {says}"]
+
+
+def verdict(families: Mapping[str, list[Row]], preset: Preset | None, *more: str) -> str:
+    """Return how many sites have exactly one answer, which do not, and whether the preset says the same; and ``more``."""
     pairs = [(family, row) for family, found in families.items() for row in found]
     others = [(family, row) for family, row in pairs if row.verdict != EXACT]
     parts = [f"{len(pairs) - len(others)} of {len(pairs)} sites exact"]
@@ -72,7 +104,7 @@ def verdict(families: Mapping[str, list[Row]], preset: Preset | None) -> str:
         parts.append("no preset")
     else:
         parts.append(f"{'refutes' if refute([row for _, row in pairs], preset) else 'agrees with'} `{preset.name}`")
-    return "; ".join(parts)
+    return "; ".join([*parts, *more])
 
 
 def run_cells(record: Mapping) -> list[list[str]]:
@@ -92,7 +124,7 @@ def run_cells(record: Mapping) -> list[list[str]]:
                 if row.kind in kinds
             )
 
-        checked = verdict(families, preset_of(record["release"], mode))
+        checked = verdict(families, preset_of(record["release"], mode), *site_verdict(record, mode))
         cells.append(
             [record["release"], torch, f"CPU, {mode}", of("attention"), of("mlp"), of("experts"), of(*ADDS), checked]
         )
@@ -118,8 +150,33 @@ def read_cells(preset: Preset) -> list[str]:
     ]
 
 
+def dispatch(record: Mapping, mode: str) -> str:
+    """Return in words what the release itself chose in one mode, "" if its result does not say."""
+    found = {
+        json.dumps(answer["fingerprints"][mode], sort_keys=True): answer["fingerprints"][mode]
+        for answer in record.get("probe", {}).values()
+        if "fingerprints" in answer
+    }
+    parts = [
+        [f"backend {f['backend'] or 'none'}", f"custom_ops {', '.join(f['custom_ops'])}", *f["ir_op_priority"],
+         f"passes {', '.join(f['passes']) or 'none'}"]
+        for f in found.values()
+    ]  # fmt: skip
+    return " / ".join(sorted(", ".join(part) for part in parts))
+
+
+def dispatch_notes(records: list[dict]) -> list[str]:
+    """Return one line for each way in which releases dispatch."""
+    said: dict[str, list[str]] = {}
+    for mode in MODES:
+        for record in records:
+            if text := dispatch(record, mode):
+                said.setdefault(f"{mode}: {text}", []).append(record["release"])
+    return [f"As vLLM's own config has it, {text} ({', '.join(releases)})." for text, releases in said.items()]
+
+
 def table(records: list[dict]) -> str:
-    """Return the Markdown table and a line on where the CPU rows were run."""
+    """Return the Markdown table and lines on how and where the CPU rows were run."""
     cells = [row for record in records for row in run_cells(record)]
     cells += [read_cells(preset) for preset in PRESETS.values() if preset.device == "cuda"]
     lines = [COLUMNS, ["---"] * len(COLUMNS), *cells]
@@ -133,7 +190,7 @@ def table(records: list[dict]) -> str:
                 f"{record['release']} (Transformers {record['versions']['transformers']})"
             )
     notes = [f"{', '.join(releases)}: {machine}." for machine, releases in where.items()]
-    return "\n\n".join([text, *notes])
+    return "\n\n".join([text, *dispatch_notes(records), *notes])
 
 
 def filled(text: str, records: list[dict]) -> str:
