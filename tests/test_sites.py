@@ -207,6 +207,16 @@ def test_json_comes_back_as_the_same_maps():
     assert sites.from_json(sites.to_json([found], versions={})) == [found]
 
 
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_a_config_gets_as_many_layers_as_are_built(tmp_path, layers):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("qwen3", num_hidden_layers=layers).save_pretrained(tmp_path)
+    config = sites_vllm.few_layers(str(tmp_path), 3)
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 3
+    AutoConfig.for_model(**config)  # its own check
+
+
 def test_an_untested_torch_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "__version__", "2.0.1")
     message = "torch 2.0.1: Inductor's _post_fusion_custom_pass was read and run on torch 2.11, 2.13 only"

@@ -138,8 +138,8 @@ def few_layers(model: str, layers: int) -> dict:
     config["num_hidden_layers"] = layers
     for key in ("layer_types", "mlp_only_layers"):
         if isinstance(config.get(key), list):
-            kept = config[key][:layers] if key == "layer_types" else [n for n in config[key] if n < layers]
-            config[key] = kept
+            kinds = config[key] + config[key][-1:] * (layers - len(config[key]))  # a model with fewer layers gets more
+            config[key] = kinds[:layers] if key == "layer_types" else [n for n in config[key] if n < layers]
     if "max_window_layers" in config:
         config["max_window_layers"] = min(config["max_window_layers"] or layers, layers)
     config.pop("quantization_config", None)
