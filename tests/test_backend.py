@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from test_fsdp import wrap
-from tiny import leave, same, step, tiny, tokens
+from tiny import ALL, both_streams, leave, same, step, tiny, tokens
 from torch._dynamo.utils import counters
 
 from verl_rounding_align import align, backend
@@ -98,9 +98,10 @@ def test_a_model_keeps_at_most_what_hf_keeps(group):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
-def test_checkpointing_recomputes_the_same_values(reentrant):
+@both_streams
+def test_checkpointing_recomputes_the_same_values(reentrant, engine):
     model, ids = tiny("qwen3"), tokens()
-    align(model, "all", engine="vllm_compiled", backend="compile")
+    align(model, ALL, engine=engine, backend="compile")
     logits, gradients = step(model, ids)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -109,9 +110,10 @@ def test_checkpointing_recomputes_the_same_values(reentrant):
     assert same(gradients, again_gradients)
 
 
-def test_autocast_and_inference_mode_change_nothing():
+@both_streams
+def test_autocast_and_inference_mode_change_nothing(engine):
     model, ids = tiny("qwen3"), tokens()
-    align(model, "all", engine="vllm_compiled", backend="compile")
+    align(model, ALL, engine=engine, backend="compile")
     logits = model(ids, use_cache=False).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(ids, use_cache=False).logits, logits)
@@ -119,12 +121,13 @@ def test_autocast_and_inference_mode_change_nothing():
         assert torch.equal(model(ids, use_cache=False).logits, logits)
 
 
-def test_lora_trains_through_compiled_regions():
+@both_streams
+def test_lora_trains_through_compiled_regions(engine):
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(tiny("qwen3"), config, autocast_adapter_dtype=False)
-    alignment = align(model, "all", engine="vllm_compiled", backend="compile")
+    alignment = align(model, ALL, engine=engine, backend="compile")
     _, gradients = step(model, tokens())
     assert alignment.idle() == [] and len(gradients) == 2 * 7 * 3
     assert all(g.isfinite().all() and g.any() for g in gradients.values())

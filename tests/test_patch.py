@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from tiny import MODEL_TYPES, same, step, tiny, tokens
+from tiny import ALL, MODEL_TYPES, both_streams, same, step, tiny, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_rounding_align import align, parse_plan, patch
@@ -51,10 +51,11 @@ def test_hf_eager_is_bitwise_equal_to_the_unpatched_model(model_type, reentrant)
 
 @pytest.mark.parametrize("reentrant", CHECKPOINTING, ids=["plain", "nonreentrant", "reentrant"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_checkpointing_changes_nothing_about_an_aligned_model(model_type, reentrant):
+@both_streams
+def test_checkpointing_changes_nothing_about_an_aligned_model(model_type, reentrant, engine):
     """The sealed stream crosses checkpointed layers exactly, in the recomputation too."""
     model, ids = tiny(model_type), tokens()
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     logits, gradients = step(model, ids)
     checkpointed_logits, checkpointed_gradients = step(checkpointed(model, reentrant), ids)
     assert torch.equal(checkpointed_logits, logits)
@@ -111,12 +112,13 @@ def test_in_fp32_every_engine_gives_the_same_logits_and_gradients(model_type):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_align_undo_align_is_exact(model_type):
+@both_streams
+def test_align_undo_align_is_exact(model_type, engine):
     model, ids = tiny(model_type), tokens()
     before = {name: set(vars(m)) for name, m in model.named_modules()}
     keys, pointers = list(model.state_dict()), [id(p) for p in model.parameters()]
     logits, gradients = step(model, ids)
-    alignment = align(model, "all", engine="vllm_compiled", backend="eager")
+    alignment = align(model, ALL, engine=engine, backend="eager")
     first = step(model, ids)
     assert list(model.state_dict()) == keys
     assert [id(p) for p in model.parameters()] == pointers
@@ -125,15 +127,16 @@ def test_align_undo_align_is_exact(model_type):
     assert {name: set(vars(m)) for name, m in model.named_modules()} == before
     again = step(model, ids)
     assert torch.equal(again[0], logits) and same(again[1], gradients)
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     second = step(model, ids)
     assert torch.equal(first[0], second[0]) and same(first[1], second[1])
 
 
-def test_a_second_model_in_the_process_is_untouched():
+@both_streams
+def test_a_second_model_in_the_process_is_untouched(engine):
     model, other, ids = tiny("qwen3"), tiny("qwen3"), tokens()
     logits = other(ids).logits
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     assert not torch.equal(model(ids).logits, logits)
     assert torch.equal(other(ids).logits, logits)
 
@@ -208,9 +211,10 @@ def test_generation_with_a_cache_follows_the_plan(model_type):
     assert not all(map(torch.equal, model.generate(ids, **config).logits, plain.logits))
 
 
-def test_padding_leaves_real_tokens_alone():
+@both_streams
+def test_padding_leaves_real_tokens_alone(engine):
     model, ids = tiny("qwen3").eval(), tokens(1, 12)
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     padded = torch.cat([torch.zeros(1, 5, dtype=ids.dtype), ids], dim=1)
     mask = (torch.arange(17) >= 5)[None]
     positions = (torch.arange(17) - 5).clamp(min=0)[None]
@@ -267,16 +271,17 @@ def test_a_layer_whose_forward_was_replaced_afterwards_is_idle():
     assert alignment.idle() == [f"model.layers.{i}" for i in range(3)]
 
 
-def test_a_deep_copy_is_aligned_by_itself():
+@both_streams
+def test_a_deep_copy_is_aligned_by_itself(engine):
     model, ids = tiny("qwen3"), tokens()
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.model.layers[1].self_attn.q_norm.weight.mul_(3)
         twin.model.layers[1].post_attention_layernorm.weight.mul_(3)
     changed = twin(ids).logits
     assert not torch.equal(changed, model(ids).logits)
-    align(fresh := copy_weights(twin), "all", engine="vllm_compiled", backend="eager")
+    align(fresh := copy_weights(twin), ALL, engine=engine, backend="eager")
     assert torch.equal(fresh(ids).logits, changed)
 
 
@@ -286,7 +291,8 @@ def copy_weights(model):
     return fresh
 
 
-def test_lora_is_aligned_inside_peft():
+@both_streams
+def test_lora_is_aligned_inside_peft(engine):
     peft = pytest.importorskip("peft")
     ids = tokens()
 
@@ -302,12 +308,12 @@ def test_lora_is_aligned_inside_peft():
     patched = step(model, ids)
     assert torch.equal(plain[0], patched[0]) and same(plain[1], patched[1])
     alignment.undo()
-    alignment = align(model, "all", engine="vllm_compiled", backend="eager")
+    alignment = align(model, ALL, engine=engine, backend="eager")
     assert not torch.equal(step(model, ids)[0], plain[0])
     assert len(alignment.sites) == 13 and alignment.idle() == []
     # align first, wrap afterwards: the order in which verl does it
     base = tiny("qwen3")
-    align(base, "all", engine="vllm_compiled", backend="eager")
+    align(base, ALL, engine=engine, backend="eager")
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     after = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
@@ -331,17 +337,19 @@ def test_rotary_frequencies_rounded_by_a_cast_of_the_model_are_restored(model_ty
     assert torch.equal(cast(ids).logits, rounded)
 
 
-def test_autocast_over_bf16_parameters_changes_nothing():
+@both_streams
+def test_autocast_over_bf16_parameters_changes_nothing(engine):
     model, ids = tiny("qwen3"), tokens()
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     logits = model(ids).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(ids).logits, logits)
 
 
-def test_detect_anomaly_and_inference_mode_run():
+@both_streams
+def test_detect_anomaly_and_inference_mode_run(engine):
     model, ids = tiny("qwen3"), tokens()
-    align(model, "all", engine="vllm_compiled", backend="eager")
+    align(model, ALL, engine=engine, backend="eager")
     with torch.autograd.detect_anomaly(check_nan=True):
         logits, _ = step(model, ids)
     with torch.inference_mode():

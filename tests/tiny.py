@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_rounding_align.families import FAMILIES
 from verl_rounding_align.presets import PRESETS
+from verl_rounding_align.regions import GROUPS
 
 VOCAB = 97
+ALL = "+".join(GROUPS)  # every group, proven or not
+# the residual stream kept in fp32 at every add, and kept at one add of a layer and stored at the other
+both_streams = pytest.mark.parametrize("engine", ["vllm_compiled", "vllm_compiled_split"])
 EXTRA = {"qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[0])}
 
 
