@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import tiny
+from tiny import tiny, verified
 from typer.main import get_command
 
 from verl_rounding_align import cli, parse_plan
@@ -69,3 +69,7 @@ def test_the_python_example_runs(capsys):
         "rounding_align: qwen3, 3 layers, rope 3 sites, hf_eager -> vllm_compiled"
     )
     assert "forward" not in model.model.layers[0].self_attn.__dict__
+
+
+def test_the_fingerprint_shown_is_a_presets():
+    assert str(verified("vllm_compiled")) in " ".join(TEXT.split())

@@ -375,7 +375,7 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
     monkeypatch.setattr("verl_rounding_align.patch.transformers.__version__", "4.57.0")
     with pytest.raises(ValueError) as error:
         validate(updated(f"+{KEY}=rope"))
-    assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.5,<5.11"
+    assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.5,<5.17"
 
 
 @pytest.mark.parametrize(
