@@ -14,6 +14,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from verl_rounding_align.engine.probe import EXACT, Row, refute
+from verl_rounding_align.engine.result import row_from_json
 from verl_rounding_align.presets import PRESETS, Preset, resolve
 from verl_rounding_align.report import points as braces
 
@@ -32,13 +33,8 @@ def load(folder: Path = HERE / "results") -> list[dict]:
 def rows_of(record: Mapping, mode: str) -> dict[str, list[Row]]:
     """Return family -> the probe's rows in one mode."""
 
-    def row(plain: Mapping) -> Row:
-        names = ("inert", "best", "points", "runner_up")
-        sets = {name: None if plain[name] is None else frozenset(plain[name]) for name in names}
-        return Row(**{**plain, **sets, "matches": tuple(map(frozenset, plain["matches"]))})
-
     return {
-        family: [row(plain) for plain in answer["rows"] if plain["mode"] == mode]
+        family: [row_from_json(plain) for plain in answer["rows"] if plain["mode"] == mode]
         for family, answer in record.get("probe", {}).items()
     }
 
