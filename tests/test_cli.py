@@ -3,6 +3,7 @@ not legal ends with exit code 2 and one whole sentence on stderr."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from verl_rounding_align import cli
+from verl_rounding_align import cli, presets
 from verl_rounding_align.presets import PRESETS
 
 RUN = CliRunner()
@@ -62,4 +63,107 @@ def test_an_illegal_value_ends_with_a_sentence_and_exit_code_2(model):
     assert result.stderr == (
         "error: rounding_align='ropee': unknown region 'ropee'; choose from none, rope, swiglu, add_rms_norm, carry, "
         "paper, all, auto (join with +)\n"
+    )
+
+
+# ---- plan: which engine, which regions
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Replace the probe; return the list of (model, Rollout) that it was asked for."""
+    calls = []
+
+    def probe(model, rollout, key):
+        calls.append((model, rollout))
+        return dataclasses.replace(presets.get("vllm_cpu"), name="probed-1234"), "probed now, FILE"
+
+    monkeypatch.setattr("verl_rounding_align.engine.auto.probe", probe)
+    return calls
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Return a function: text -> a YAML file."""
+
+    def write(text):
+        (tmp_path / "verl.yaml").write_text(text)
+        return str(tmp_path / "verl.yaml")
+
+    return write
+
+
+WHOLE = """
+trainer: {device: cpu}
+actor_rollout_ref:
+  actor: {rounding_align: swiglu}
+  rollout: {name: vllm, enforce_eager: true}
+"""
+
+
+def planned(model, *options):
+    done = CliRunner().invoke(cli.app, ["plan", "--model", model, *options])
+    return str(done.exception) if isinstance(done.exception, ValueError) else " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "shown"),
+    [
+        (WHOLE, [], "swiglu 2 sites, hf_eager -> vllm_cpu"),  # the config's own key and engine
+        (WHOLE, ["--regions", "rope"], "rope 2 sites, hf_eager -> vllm_cpu"),
+        ("name: vllm\nenforce_eager: true\n", ["--device", "cpu"], "rope 2 sites, hf_eager -> vllm_cpu"),
+        (
+            "rollout: {name: vllm}\n",
+            ["--device", "cpu", "--regions", "rope"],
+            "rope 2 sites, hf_eager -> vllm_compiled",
+        ),
+        (WHOLE.replace("swiglu", "{regions: rope, engine: fp32}"), [], "rope 2 sites, hf_eager -> fp32"),
+    ],
+)
+def test_plan_reads_verls_config(model, config, asked, text, options, shown):
+    pytest.importorskip("vllm")
+    assert shown in planned(model, "--rollout-config", config(text), *options)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "regions"),
+    [
+        (WHOLE, ["--auto"], "swiglu 2 sites"),
+        (WHOLE.replace("swiglu", "auto"), [], "add_rms_norm 5 sites, rope 2 sites, swiglu 2 sites"),
+        (None, ["--auto", "--vllm", "0.30.0"], "add_rms_norm 5 sites, rope 2 sites, swiglu 2 sites"),
+        (None, ["--regions", "auto", "--vllm", "0.30.0"], "add_rms_norm 5 sites, rope 2 sites, swiglu 2 sites"),
+    ],
+)
+def test_plan_asks_the_engine_where_it_is_told_to(model, config, asked, text, options, regions):
+    pytest.importorskip("vllm")
+    where = ["--rollout-config", config(text)] if text else ["--device", "cpu", "--eager"]
+    assert f"{regions}, hf_eager -> probed-1234" in planned(model, *where, *options)
+    ((_, rollout),) = asked
+    assert (rollout.device, rollout.mode) == ("cpu", "eager")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--auto", "--engine", "vllm_cpu"], "engine='vllm_cpu': --auto probes the engine; leave out one of the two"),
+        (["--rollout-config", "/no/file"], "rollout-config='/no/file': cannot be read: No such file or directory"),
+        (
+            ["--regions", "auto", "--engine", "vllm_cpu"],
+            "rounding_align='auto': 'auto' takes the plan from a probe of the engine, and vllm_cpu is a preset; give the file "
+            "that `verl-rounding-align probe --json` wrote as the engine, or choose from none, rope, swiglu, add_rms_norm, "
+            "carry, paper, all",
+        ),
+    ],
+)
+def test_plan_refuses_what_does_not_fit(model, asked, options, message):
+    assert planned(model, *options) == message
+    assert asked == []
+
+
+def test_plan_refuses_a_file_without_a_rollout(model, config):
+    file = config("trainer: {device: cpu}\n")
+    assert planned(model, "--rollout-config", file) == (
+        f"rollout-config={file!r}: expected verl's config with actor_rollout_ref.rollout, or that section alone, with a field "
+        "'name'"
     )
