@@ -12,7 +12,7 @@ import torch
 from tiny import verified
 
 from verl_rounding_align import presets
-from verl_rounding_align.engine.fingerprint import (
+from verl_rounding_align.fingerprint import (
     _DECISIVE,
     CONTRADICTED,
     UNVERIFIED,

@@ -3,17 +3,18 @@
 Layers, each importing only from those above it:
 
     rounding.py      a rounding point: stored in the model dtype, or kept in fp32
+    families.py      Hugging Face model families as data
+    fingerprint.py   everything of an engine that moves its rounding, as one value
+    metrics.py       mismatch estimators: pure tensor functions
+    report.py        rows to a terminal, JSON
     regions/         the fused regions' maths, once, with named rounding points
     backend.py       how a region function runs: op by op, or compiled with its points kept
     presets.py       engines as data: the points each one stores, source, versions, evidence, verified fingerprints
-    families.py      Hugging Face model families as data
+    engine/          what an inference engine really does: probe, site map, auto
     plan.py          config value + engine -> Plan (frozen, printable); errors about the key's value
     patch.py         claim -> check -> apply -> undo; the only file that assigns ``.forward``
     preview.py       what a plan would patch, from a model's config alone
-    metrics.py       mismatch estimators: pure tensor functions
-    engine/          what an inference engine really does: probe, site map, fingerprint, auto
-    measure/         gap and overhead: tools that return rows
-    report.py        rows to a terminal, JSON
+    measure/         gap, attribution, overhead: tools that return rows
     integrations/    verl, verl on CPU, vLLM: only these and engine/ import a framework
     cli.py           subcommands, no logic
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 from packaging.version import Version
 
-from .engine.fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, judge
+from .fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, judge
 from .regions import GROUPS, KINDS, REGIONS
 
 BITWISE, SOURCE, UNPROVEN = "bitwise", "source", "unproven"

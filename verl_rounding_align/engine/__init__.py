@@ -1,6 +1,5 @@
 """What an inference engine really does: its own layer code, in its own mode, asked where it rounds.
 
-fingerprint.py   everything of an engine that moves its rounding, as one value
 spec.py          the sizes and constants of a model that rounding can depend on, from its Hugging Face config
 probe.py         pure: engine outputs against every subset of rounding points, bitwise; rows, verdicts, rendering
 vllm_layers.py   vLLM's own layers as callables, compiled or eager; the only file that touches vLLM's internals

@@ -31,13 +31,13 @@ from typing import Protocol
 import torch
 
 from .. import backend as backends
+from ..fingerprint import Fingerprint
 from ..presets import Preset
 from ..regions import KINDS, REGIONS
 from ..regions.add_rms_norm import add_rms_norm
 from ..regions.rope import rope
 from ..regions.swiglu import swiglu
 from ..rounding import Rounding
-from .fingerprint import Fingerprint
 from .spec import ModelSpec
 
 EXACT, AMBIGUOUS, NO_MATCH = "exact", "ambiguous", "no match"

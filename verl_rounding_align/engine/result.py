@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..fingerprint import CONTRADICTED, Fingerprint
 from ..presets import BITWISE, TRAINER, UNPROVEN, Preset, resolve
 from ..presets import get as get_preset
 from ..regions import GROUPS, KINDS
-from .fingerprint import CONTRADICTED, Fingerprint
 from .probe import EXACT, Difference, Row, refute, to_json
 from .spec import ModelSpec
 

@@ -6,7 +6,7 @@ the probe refuses can say what they are, or why they cannot.
 
 from __future__ import annotations
 
-from .fingerprint import Fingerprint
+from ..fingerprint import Fingerprint
 
 # vLLM's own operators that replace a region's, and the two switches of all of them
 _CUSTOM_OPS = ("all", "none", "rms_norm", "silu_and_mul", "rotary_embedding", "apply_rotary_emb", "qk_norm_rope")

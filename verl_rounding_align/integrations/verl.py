@@ -671,7 +671,7 @@ def engines(trainer) -> tuple[list, list[str]]:
     """
     import ray
 
-    from ..engine.fingerprint import Fingerprint
+    from ..fingerprint import Fingerprint
 
     managers = [getattr(trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
     replicas = [replica for manager in managers if manager is not None for replica in manager.get_replicas()]
@@ -704,7 +704,7 @@ def check_engines(trainer) -> bool:
     Raises:
         RuntimeError: an engine contradicts a plan.
     """
-    from ..engine.fingerprint import CONTRADICTED, VERIFIED
+    from ..fingerprint import CONTRADICTED, VERIFIED
     from ..plan import find_preset
 
     running, missing = engines(trainer)

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def rounding_align_fingerprint(worker) -> dict:
-    """Return the fields of a worker's :class:`~verl_rounding_align.engine.fingerprint.Fingerprint`, or why there are none.
+    """Return the fields of a worker's :class:`~verl_rounding_align.fingerprint.Fingerprint`, or why there are none.
 
     A worker is never harmed by being asked: whatever goes wrong becomes ``{"missing": reason}``.
     """

@@ -4,7 +4,7 @@ A plan rests on an engine as it was probed, or on a preset that was verified on 
 its fingerprint (``integrations/vllm.py``), and ``judge`` says what the plan is worth for it: ``verified``,
 ``unverified`` (something differs that may move rounding), ``contradicted`` (something differs that does).
 
-This file is pure: no engine is imported. ``vllm_fingerprint.py`` reads a fingerprint off vLLM.
+This file is pure: no engine is imported. ``engine/vllm_fingerprint.py`` reads a fingerprint off vLLM.
 """
 
 from __future__ import annotations
