@@ -64,7 +64,12 @@ def overhead() -> str:
     return "\n".join(load("recipes/overhead/readme_table.py").costs())
 
 
-TABLES = {"gap": gap, "quickstart": quickstart, "overhead": overhead}
+def alternatives() -> str:
+    """What a user would pick instead: cost against gap."""
+    return "\n".join(load("recipes/overhead/readme_table.py").alternatives("smollm2-135m"))
+
+
+TABLES = {"gap": gap, "quickstart": quickstart, "overhead": overhead, "alternatives": alternatives}
 
 
 def filled(text: str) -> str:

@@ -4,15 +4,18 @@ on a measured time."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from verl_rounding_align import report
@@ -411,6 +414,40 @@ def test_readme_tables_say_not_measured_where_no_file_is(tmp_path):
     ]
 
 
+def test_cost_stands_beside_the_gap_that_is_left(tmp_path):
+    timing = dict(low=1.03, high=1.07, ratio=1.05)
+    row = dict(arm="torch.compile", plan="none", measured="yes", first_call_steps=10.6, graphs_lengths=1, lengths=6,
+               rows=[dict(phase="forward_backward", timing=timing)])  # fmt: skip
+    liger = dict(arm="Liger", plan="none", measured="not measured: no GPU")
+    report.write_json(tmp_path / "alternatives-x.json", {"rows": [row, liger]})
+    ratio = {"torch.compile": [0.98, 0.95, 1.01], "engine": [0.7, 0.6, 0.8]}
+    report.write_json(tmp_path / "alternatives_gap.json", {"ratio": ratio, "unpaired": ["engine"]})
+    assert readme_table().alternatives("x", tmp_path)[2:] == [
+        "| torch.compile | 0.98x (0.95-1.01) | 11 | 1 over 6 | 1.050x (1.030-1.070) |",
+        "| Liger | not measured: no GPU |  |  |  |",
+        "| engine (on the engine's side) | 0.70x (0.60-0.80) | not measured | not measured | not measured |",
+    ]
+
+
+def test_what_one_would_pick_instead_scores_the_same_tokens_its_own_way():
+    """Each arm is a trainer of its own: other log-probs than the plain one, and close to them."""
+    recipe = recipe_module("alternatives_gap")
+    model, ids = tiny("qwen3").eval(), tokens()
+    plain = model(ids, use_cache=False).logits.float()
+    for arm, variant in recipe.ARMS.items():
+        if "torch.compile" not in arm:  # whole-model compilation is measured by the recipe
+            logits = variant(copy.deepcopy(model))(ids, use_cache=False).logits
+            assert not torch.equal(logits.float(), plain) and (logits.float() - plain).abs().max() < 1, arm
+    assert variant(copy.deepcopy(model))(ids).logits.dtype == torch.float32  # the last one: fp32 head
+
+
+def test_an_unpaired_ratio_adds_both_uncertainties():
+    recipe = recipe_module("alternatives_gap")
+    row = lambda low, high: SimpleNamespace(k3=((low * high) ** 0.5, low, high))  # noqa: E731
+    ratio, low, high = recipe.unpaired(row(1, math.e**6), row(1, math.e**8))  # half-widths 3 and 4: 5
+    assert (math.log(ratio), math.log(low), math.log(high)) == pytest.approx((-1, -6, 4))
+
+
 def test_readme_table_shows_ratios_and_no_times(rows, tmp_path):
     payload = {"rows": [r.as_dict() for r in rows if r.phase == "forward_backward" and r.scope == "model"]}
     report.write_json(tmp_path / "targets-qwen3-0.6b.json", payload)
@@ -422,7 +459,11 @@ def test_readme_table_shows_ratios_and_no_times(rows, tmp_path):
 
 
 def readme_table():
-    spec = importlib.util.spec_from_file_location("readme_table", RECIPE / "readme_table.py")
+    return recipe_module("readme_table")
+
+
+def recipe_module(name):
+    spec = importlib.util.spec_from_file_location(name, RECIPE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -430,7 +471,7 @@ def readme_table():
 
 RESULTS = [
     p
-    for kind in ("targets", "table", "checkpointing", "alternatives", "gpu")
+    for kind in ("targets", "table", "checkpointing", "alternatives-", "gpu")
     for p in (RECIPE / "results").glob(f"{kind}*.json")
 ]
 

@@ -62,18 +62,29 @@ def costs(results: Path = RESULTS) -> list[str]:
 
 def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
     """Return the table of what a user would pick instead, for one shape."""
-    payload = load(f"alternatives-{shape}", results)
-    columns = ["", "first call, in steps", "new graphs over lengths", "forward", "forward and backward"]
+    payload, gap = (
+        load(f"alternatives-{shape}", results),
+        load("alternatives_gap", results) or {"ratio": {}, "unpaired": []},
+    )
+    columns = [
+        "trainer",
+        "gap left (k3, ratio)",
+        "first call, in steps",
+        "new graphs over lengths",
+        "forward and backward",
+    ]
+    left = {arm: "{:.2f}x ({:.2f}-{:.2f})".format(*ratio) for arm, ratio in gap["ratio"].items()}
     rows = []
     for r in payload["rows"] if payload else ():
         if r["measured"] != "yes":
-            rows.append([r["arm"], *[r["measured"]] * 4])
+            rows.append([r["arm"], r["measured"], "", "", ""])
             continue
         phases = {x["phase"]: x for x in r["rows"]}
         first = MISSING if r["first_call_steps"] is None else f"{r['first_call_steps']:.0f}"
         graphs = MISSING if r["lengths"] is None else f"{r['graphs_lengths']} over {r['lengths']}"
         label = r["arm"] if r["plan"] == "none" else f"aligned: {r['arm']}"
-        rows.append([label, first, graphs, _time(phases["forward"]), _time(phases["forward_backward"])])
+        rows.append([label, left.get(r["arm"], MISSING), first, graphs, _time(phases["forward_backward"])])
+    rows += [[f"{arm} (on the engine's side)", left[arm], *[MISSING] * 3] for arm in gap["unpaired"]]
     return markdown(columns, rows or [[MISSING] * 5])
 
 
