@@ -21,6 +21,7 @@ from verl_rounding_align.engine import probe_vllm
 from verl_rounding_align.engine.probe import EXACT, refute
 from verl_rounding_align.engine.result import Result
 from verl_rounding_align.engine.spec import ModelSpec
+from verl_rounding_align.fingerprint import Fingerprint
 from verl_rounding_align.presets import PRESETS
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "engine_map"
@@ -95,6 +96,15 @@ def test_layers_ran_under_the_engines_own_dispatch(release, mode):
         assert (found["version"], found["mode"], found["split"], found["passes"]) == (release, mode, False, [])
         assert (found["backend"], found["custom_ops"]) == own[mode]
         assert found["ir_op_priority"] == ["rms_norm=native", "fused_add_rms_norm=native"]
+
+
+@pytest.mark.parametrize("name", [p.name for p in PRESETS.values() if p.device == "cpu"])
+def test_a_cpu_preset_is_verified_on_the_engines_that_were_run(name):
+    """Word for word what each release's own config gave: a preset cannot claim an engine that nobody asked."""
+    preset = PRESETS[name]
+    mode = "eager" if preset.eager else "compiled"
+    answers = [answer for record in RECORDS.values() for answer in record["probe"].values()]
+    assert set(preset.verified) == {Fingerprint.from_dict(answer["fingerprints"][mode]) for answer in answers}
 
 
 @pytest.mark.parametrize("release", RECORDS)
