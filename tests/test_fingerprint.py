@@ -4,6 +4,8 @@ that cannot say what it is says why, and is not harmed."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
@@ -140,6 +142,23 @@ def test_a_release_that_calls_the_mode_level_is_read_and_one_without_either_is_m
     assert of_config(config(level=0), "bfloat16", "bfloat16").mode == "eager"
     with pytest.raises(AttributeError):
         of_config(config(), "bfloat16", "bfloat16")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("first", ["plugin", "worker"])
+def test_the_plugin_gives_workers_the_method_whichever_comes_first(first):
+    lines = [
+        "from verl_rounding_align.integrations.vllm import register; register()",
+        "import vllm.v1.worker.worker_base as w",
+    ]
+    code = [
+        *(lines if first == "plugin" else reversed(lines)),
+        "print(w.WorkerBase.rounding_align_fingerprint.__name__)",
+    ]
+    if first == "worker":
+        code.insert(1, "assert not hasattr(w.WorkerBase, 'rounding_align_fingerprint')")  # negative control
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["rounding_align_fingerprint"], done.stderr
 
 
 def test_a_worker_that_cannot_say_what_it_is_says_why():

@@ -192,6 +192,7 @@ def test_sites_are_what_every_worker_reports_at_every_step():
             "training/global_step": 1,
             "rounding_align/sites_actor": 9,
             "rounding_align/sites_ref": 2,
+            "rounding_align/engine_verified": 0,  # nobody has asked an engine: fit has not begun
         }
         assert group.asked == asked
 

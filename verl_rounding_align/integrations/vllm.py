@@ -16,6 +16,8 @@ import inspect
 import logging
 import os
 
+from . import _postimport
+
 TESTED = "0.30.0"
 STALE_ENV = "VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS"
 
@@ -25,12 +27,17 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Let workers publish their fingerprint, and keep unpacked weights in a verl run on a CPU; again does nothing."""
     try:
-        from vllm.v1.worker.worker_base import WorkerBase
-    except ImportError as error:  # a vLLM without it still serves; the trainer says that the fingerprint is missing
+        _postimport.install({"vllm.v1.worker.worker_base": _publish})
+    except ImportError as error:  # such an engine still serves; the trainer says that the fingerprint is missing
         logger.warning("rounding_align: this engine cannot publish its fingerprint: %s", error)
-    else:
-        WorkerBase.rounding_align_fingerprint = rounding_align_fingerprint
     _keep_unpacked_weights()
+
+
+def _publish(module) -> None:
+    """Give vLLM's workers the method that ``collective_rpc`` calls; nothing is imported before vLLM does."""
+    worker = getattr(module, "WorkerBase", None)
+    if worker is not None:
+        worker.rounding_align_fingerprint = rounding_align_fingerprint
 
 
 def rounding_align_fingerprint(worker) -> dict:
