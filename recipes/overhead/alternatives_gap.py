@@ -63,6 +63,7 @@ ARMS = {  # by the names that run.py's costs have
         model, dynamic=True, options={"emulate_precision_casts": True}
     ),
     "fp32 LM head": with_float32_head,
+    "all, and an fp32 LM head": lambda model: with_float32_head(aligned(model, "all")),
 }
 
 

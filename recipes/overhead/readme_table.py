@@ -84,7 +84,9 @@ def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
         graphs = MISSING if r["lengths"] is None else f"{r['graphs_lengths']} over {r['lengths']}"
         label = r["arm"] if r["plan"] == "none" else f"aligned: {r['arm']}"
         rows.append([label, left.get(r["arm"], MISSING), first, graphs, _time(phases["forward_backward"])])
-    rows += [[f"{arm} (on the engine's side)", left[arm], *[MISSING] * 3] for arm in gap["unpaired"]]
+    seen = {r["arm"] for r in payload["rows"]} | {"none", "paper"} if payload else set()
+    engine = " (on the engine's side)"
+    rows += [[arm + engine * (arm in gap["unpaired"]), left[arm], *[MISSING] * 3] for arm in left if arm not in seen]
     return markdown(columns, rows or [[MISSING] * 5])
 
 
