@@ -5,9 +5,10 @@ Each table stands between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->`` in RE
 
 import importlib.util
 import json
-import re
 import sys
 from pathlib import Path
+
+from verl_rounding_align import report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,10 +80,7 @@ def filled(text: str) -> str:
         ValueError: a table has no place in the text.
     """
     for name, table in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        text, count = pattern.subn(lambda m, t=table: f"{m[1]}\n{t()}\n\n{m[2]}", text)
-        if count != 1:
-            raise ValueError(f"README.md: {count} places for the table {name!r}, expected one")
+        text = report.filled(text, name, table())
     return text
 
 

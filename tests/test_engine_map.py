@@ -211,7 +211,7 @@ def test_cuda_rows_are_the_presets_and_are_marked_as_read(record):
 
 
 def test_a_readme_without_a_place_for_the_table_is_an_error(record):
-    with pytest.raises(ValueError, match=r"^README\.md: 0 places for the table, expected one$"):
+    with pytest.raises(ValueError, match=r"^README\.md: 0 places for the table 'engine map', expected one$"):
         table.filled("no markers", [record])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +34,22 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in rows:
         out.add_row(*map(str, row))
     return out
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """Return a page with what stands between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->`` renewed.
+
+    Raises:
+        ValueError: the page has no such place, or several.
+
+    >>> filled("<!-- t: from x -->\\nold\\n<!-- end t -->", "t", "new")
+    '<!-- t: from x -->\\n\\nnew\\n\\n<!-- end t -->'
+    """
+    pattern = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    text, count = pattern.subn(lambda found: f"{found[1]}\n{content}\n\n{found[2]}", text)
+    if count != 1:
+        raise ValueError(f"README.md: {count} places for the table {name!r}, expected one")
+    return text
 
 
 def points(names) -> str:

@@ -6,13 +6,13 @@ Releases that were run come from ``results/*.json``; the CUDA rows are the prese
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from packaging.version import Version
 
+from verl_rounding_align import report
 from verl_rounding_align.engine.probe import EXACT, Row, refute
 from verl_rounding_align.engine.result import row_from_json
 from verl_rounding_align.presets import PRESETS, Preset, resolve
@@ -195,11 +195,7 @@ def filled(text: str, records: list[dict]) -> str:
     Raises:
         ValueError: the text has no place for it.
     """
-    pattern = re.compile(r"(<!-- engine map: .*? -->\n).*?(<!-- end engine map -->)", re.DOTALL)
-    text, count = pattern.subn(lambda found: f"{found[1]}\n{table(records)}\n\n{found[2]}", text)
-    if count != 1:
-        raise ValueError(f"README.md: {count} places for the table, expected one")
-    return text
+    return report.filled(text, "engine map", table(records))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from matplotlib.patches import FancyBboxPatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from verl_rounding_align import report
 from verl_rounding_align.engine.sites import PointRow, Row, SiteMap, from_json
 
 HERE = Path(__file__).parent
@@ -189,10 +190,8 @@ def table(maps: dict[str, SiteMap]) -> str:
 
 
 def page(text: str, maps: dict[str, SiteMap]) -> str:
-    """Return the page with its table replaced."""
-    start, end = "<!-- table: from results/ by picture.py -->\n\n", "\n\n<!-- end table -->"
-    head, _, rest = text.partition(start)
-    return head + start + table(maps) + end + rest.partition(end)[2]
+    """Return the page with its table renewed; ValueError where it has no place for it."""
+    return report.filled(text, "table", table(maps))
 
 
 def labels(svg: str) -> list[str]:

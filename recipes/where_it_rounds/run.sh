@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Read from vLLM's graph where SmolLM2 stores values, draw the picture, write the page's table. About two minutes.
+# Set-up, then read from vLLM's graph where SmolLM2 stores values, draw the picture, write the page's table. About two minutes.
 # Options go to the site map, e.g. --layers 2.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ -n "${PYTHON:-}" ] || bash ci/setup.sh
 python=${PYTHON:-.venv/bin/python}
 here=recipes/where_it_rounds
 model=${MODEL:-.cache/smollm2-135m}

@@ -72,14 +72,8 @@ class Result:
         """
         rows = {row.kind: row for row in self.rows if row.mode == mode}
         trainer, found = get_preset(TRAINER).points, self.fingerprints[mode]
-        points = {
-            kind: trainer[kind]
-            if kind not in rows
-            else rows[kind].best
-            if rows[kind].points is None
-            else rows[kind].points
-            for kind in KINDS
-        }
+        points = {kind: trainer[kind] for kind in KINDS}
+        points |= {kind: row.best if row.points is None else row.points for kind, row in rows.items()}
         evidence = {
             group: BITWISE
             if all(rows[kind].verdict == EXACT for kind, r in KINDS.items() if r == region and kind in rows)

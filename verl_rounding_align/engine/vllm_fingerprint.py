@@ -86,7 +86,6 @@ def of_worker(worker) -> Fingerprint:
         if getattr(module, "cos_sin_cache", None) is not None
     }
     dtype = str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
-    impl = (
-        "transformers" if type(model).__name__.startswith("Transformers") else "vllm"
-    )  # vLLM's names for its wrappers
+    # vLLM's names for its wrappers of Hugging Face's models begin so
+    impl = "transformers" if type(model).__name__.startswith("Transformers") else "vllm"
     return of_config(worker.vllm_config, rope_cache="+".join(sorted(caches)) or "none", dtype=dtype, model_impl=impl)
