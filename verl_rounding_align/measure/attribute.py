@@ -20,7 +20,7 @@ from math import factorial
 
 import numpy as np
 
-from .stats import bootstrap
+from .stats import intervals
 
 Coalition = frozenset[str]
 
@@ -53,7 +53,7 @@ def shapley(value: Mapping[Coalition, np.ndarray], players: Sequence[str], playe
     """Return ``player``'s Shapley value.
 
     Args:
-        value: of every coalition of ``players``: floats, or arrays of one shape (bootstrap draws).
+        value: of every coalition of ``players``: floats, or arrays of one shape (sums per sequence).
 
     >>> glove = {s: float({"left", "right"} <= s or {"left", "other"} <= s) for s in coalitions(["left", "right", "other"])}
     >>> round(shapley(glove, ["left", "right", "other"], "left"), 4)
@@ -102,24 +102,19 @@ def attribute(
             f"no k3 for {len(missing)} of {len(every)} sets of groups, {'+'.join(sorted(missing[0])) or 'none'} first"
         )
 
-    def interval(of) -> tuple[float, float, float]:
-        def statistic(n, *sums):
-            gap = dict(zip(every, (x / n for x in sums), strict=True))
-            return of({s: gap[frozenset()] - gap[s] for s in every})
-
-        return bootstrap(statistic, tokens, *(k3[s] for s in every))
-
-    whole = Attribution(tuple(players), interval(lambda v: v[frozenset(players)]))
-    clear = whole.value[1] > 0 or whole.value[2] < 0
-    rows = []
-    for player in players:
-        value = interval(lambda v, player=player: shapley(v, players, player))
-        rows.append(Attribution((player,), value, 100 * value[0] / whole.value[0] if clear else None))
-    pairs = [
-        Attribution(pair, interval(lambda v, pair=pair: interaction(v, players, pair)))
-        for pair in combinations(players, 2)
+    reduction = {s: k3[frozenset()] - k3[s] for s in every}  # linear in the sums, as every value below is
+    pairs = list(combinations(players, 2))
+    games = [reduction[frozenset(players)]]
+    games += [shapley(reduction, players, player) for player in players]
+    games += [interaction(reduction, players, pair) for pair in pairs]
+    whole, *values = intervals([(x, tokens) for x in games])
+    clear = whole[1] > 0 or whole[2] < 0
+    rows = [
+        Attribution((player,), value, 100 * value[0] / whole[0] if clear else None)
+        for player, value in zip(players, values, strict=False)
     ]
-    return whole, rows, pairs
+    found = [Attribution(pair, value) for pair, value in zip(pairs, values[len(players) :], strict=True)]
+    return Attribution(tuple(players), whole), rows, found
 
 
 def render(whole: Attribution, rows: Sequence[Attribution], pairs: Sequence[Attribution], title: str):

@@ -22,7 +22,7 @@ from ..plan import find_preset, parse_plan
 from ..presets import Preset
 from ..regions import GROUPS
 from .rollout import Rollouts
-from .stats import bootstrap, per_sequence
+from .stats import intervals, per_sequence
 
 NONE = "none"
 SELF = "trainer against itself, one sequence at a time"
@@ -62,22 +62,10 @@ def gap_row(arm: str, engine: str, d: np.ndarray, d0: np.ndarray, offsets: np.nd
     """
     n = per_sequence(np.ones_like(d), offsets)
     k3, k3_base = per_sequence(k3_terms(d), offsets), per_sequence(k3_terms(d0), offsets)
-
-    def mean(x, n):
-        return x / n
-
-    return GapRow(
-        arm=arm,
-        engine=engine,
-        tokens=len(d),
-        sequences=len(n),
-        k1=bootstrap(mean, per_sequence(d, offsets), n),
-        k3=bootstrap(mean, k3, n),
-        abs_mean=bootstrap(mean, per_sequence(np.abs(d), offsets), n),
-        abs_max=float(np.abs(d).max()),
-        k3_change=bootstrap(lambda x, y, n: (x - y) / n, k3, k3_base, n),
-        k3_ratio=bootstrap(lambda x, y: x / y, k3, k3_base),
-    )
+    k1, size = per_sequence(d, offsets), per_sequence(np.abs(d), offsets)
+    ratios = [(k1, n), (k3, n), (size, n), (k3 - k3_base, n), (k3, k3_base)]
+    k1, k3, abs_mean, k3_change, k3_ratio = intervals(ratios)
+    return GapRow(arm, engine, len(d), len(n), k1, k3, abs_mean, float(np.abs(d).max()), k3_change, k3_ratio)
 
 
 @torch.no_grad()

@@ -1,16 +1,26 @@
 """Intervals for averages over tokens of sequences: tokens of one sequence are not independent, sequences are.
 
-A token average is a ratio of sums over sequences, ``sum_s x_s / sum_s n_s``. The bootstrap draws whole sequences with
-replacement and recomputes the ratio; a paired comparison draws the *same* sequences for both sides.
+Everything reported is a ratio of two sums over sequences, ``sum_s x_s / sum_s n_s`` (a mean per token, a ratio of two
+gaps, a Shapley value), so one interval serves: the bootstrap-t over whole sequences. With m_s = x_s - value * n_s, draw b
+(sequences with replacement) has the ratio e_b and its own cluster-robust standard error se_b, and
+
+    t_b = (e_b - value) / se_b,     interval = [value - q(97.5 %) se, value - q(2.5 %) se],  q the quantiles of t_b.
+
+The simpler percentile interval is too short for k3, whose sums are skewed: 0.90 to 0.93 of 95 % intervals cover
+(``recipes/calibration``). A comparison is paired by construction: both sides' sums come from the same drawn sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
 DRAWS = 2000
+CLUSTERS = 4096  # more sequences than these are summed in groups, which are independent too
+FEWEST = 6  # sequences; below, no interval is given
+
+Interval = tuple[float, float, float]
 
 
 def per_sequence(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -18,27 +28,44 @@ def per_sequence(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values.astype(np.float64), offsets[:-1])
 
 
-def bootstrap(
-    statistic: Callable[..., np.ndarray], *columns: np.ndarray, draws: int = DRAWS, seed: int = 0, level: float = 0.95
-) -> tuple[float, float, float]:
-    """Return (value, low, high): a statistic of sums over sequences, with its percentile bootstrap interval.
+def intervals(
+    ratios: Sequence[tuple[np.ndarray, np.ndarray]], draws: int = DRAWS, seed: int = 0, level: float = 0.95
+) -> list[Interval]:
+    """Return (value, low, high) of each ratio of sums; low and high are NaN with fewer than ``FEWEST`` sequences.
 
     Args:
-        statistic: maps one sum per column (arrays of any one shape) to the value, e.g. ``lambda x, n: x / n``.
-        columns: per-sequence sums, each (sequences,).
-        draws: bootstrap draws.
+        ratios: (x, n) per-sequence sums, each (sequences,) fp64; all of the same sequences. n sums to more than zero.
+        draws: bootstrap draws, the same for every ratio.
         level: coverage of the interval.
 
-    >>> bootstrap(lambda x, n: x / n, np.array([2.0, 2.0]), np.array([1.0, 1.0]))
-    (2.0, 2.0, 2.0)
+    >>> intervals([(np.full(8, 6.0), np.full(8, 3.0))])
+    [(2.0, 2.0, 2.0)]
     """
-    table = np.stack(columns)
-    rng, n = np.random.default_rng(seed), table.shape[1]
-    sums = np.empty((len(columns), draws))
-    chunk = max(1, 20_000_000 // max(n, 1))
-    for start in range(0, draws, chunk):
-        weights = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, draws - start))
-        sums[:, start : start + len(weights)] = table @ weights.T
-    tail = (1 - level) / 2
-    low, high = np.quantile(statistic(*sums), [tail, 1 - tail])
-    return float(statistic(*table.sum(axis=1))), float(low), float(high)
+    table = np.array([column for pair in ratios for column in pair], dtype=np.float64)
+    values = table[::2].sum(1) / table[1::2].sum(1)
+    if table.shape[1] < FEWEST:
+        return [(float(v), float("nan"), float("nan")) for v in values]
+    n = min(table.shape[1], CLUSTERS)
+    table = np.array([np.bincount(np.arange(table.shape[1]) % n, weights=column) for column in table])
+    size = table[1::2]
+    m = table[::2] - values[:, None] * size
+    scale = np.abs(table[::2]).sum(1)
+    still = np.abs(m).sum(1) <= 1e-12 * scale  # the two columns are proportional: there is nothing to vary
+    moments = np.concatenate([m, size, m * m, m * size, size * size])
+    rng, chunk, t = np.random.default_rng(seed), max(1, 4_000_000 // n), []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for start in range(0, draws, chunk):
+            weights = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, draws - start)).astype(np.float64)
+            sums = moments @ weights.T
+            sm, sn, smm, smn, snn = sums.reshape(5, len(values), -1)
+            shift = sm / sn
+            spread = np.sqrt(np.maximum(smm - 2 * shift * smn + shift**2 * snn, 0)) / sn
+            t.append(shift / spread)
+        t = np.concatenate(t, axis=1)
+        t[np.isnan(t)] = 0.0  # a draw that neither moves nor spreads
+        se = np.sqrt((m * m).sum(1)) / size.sum(1)
+        tail = (1 - level) / 2
+        low, high = np.quantile(t, [tail, 1 - tail], axis=1)
+        found = np.stack([values - high * se, values - low * se], axis=1)
+    found[still] = values[still, None]
+    return [(float(v), float(a), float(b)) for v, (a, b) in zip(values, found, strict=True)]

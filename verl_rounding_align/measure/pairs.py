@@ -1,0 +1,290 @@
+"""Paired log-probs: the same response tokens under the rollout engine and under the trainer, from anywhere.
+
+A *dump* is a file, or a folder of files, with one sequence per line (``.jsonl``) or per row (``.parquet``):
+
+    rollout_log_probs  list of float  required  the engine's log-prob of each response token, natural logarithm
+    trainer_log_probs  list of float  required  the trainer's, of the same tokens (verl's name, old_log_probs, is read too)
+    response_mask      list of 0/1    optional  tokens that count; without it all do
+    response_ids       list of int    optional  the response tokens
+    prompt_length      int            optional  tokens before the response, left padding excluded
+    advantages         list of float  optional  as verl's loss takes them
+    step               int            optional  training step
+    uid                str            optional  any name
+
+Other fields are left alone, so that verl's own rollout dumps (``trainer.rollout_data_dir``), to which this package adds
+the first two, are dumps. Reading streams: a chunk of sequences at a time, whatever the size of the dump.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SUFFIXES = (".jsonl", ".parquet")
+CHUNK = 200_000  # tokens read at a time
+NAMES = {
+    "rollout_log_probs": ("rollout_log_probs",),
+    "trainer_log_probs": ("trainer_log_probs", "old_log_probs"),
+}
+PER_TOKEN = ("response_mask", "response_ids", "advantages")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Log-probs of the response tokens of some sequences, one sequence after another.
+
+    Args:
+        rollout, trainer: (tokens,) fp64, natural logarithms.
+        offsets: (sequences + 1,) int64, where each sequence starts; none is empty.
+        mask: (tokens,) bool, tokens that count.
+        ids: (tokens,) int64, or None.
+        prompts: (sequences,) int64, prompt tokens of each, or None.
+        advantages: (tokens,) fp64, or None.
+        steps: (sequences,) int64, or None.
+    """
+
+    rollout: np.ndarray
+    trainer: np.ndarray
+    offsets: np.ndarray
+    mask: np.ndarray
+    ids: np.ndarray | None = None
+    prompts: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    steps: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def of(cls, rollout, trainer, offsets, mask=None, **more) -> Pairs:
+        """Return pairs from arrays of any float dtype; without a mask every token counts."""
+        rollout = np.asarray(rollout, dtype=np.float64)
+        mask = np.ones(len(rollout), dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
+        return cls(rollout, np.asarray(trainer, dtype=np.float64), np.asarray(offsets, dtype=np.int64), mask, **more)
+
+    @property
+    def missing(self) -> int:
+        """Tokens that count but lack a finite log-prob on one side."""
+        return int((self.mask & ~np.isfinite(self.rollout - self.trainer)).sum())
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Position of each token in its response, from 0; (tokens,)."""
+        return np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+
+    def valid(self) -> Pairs:
+        """Return the tokens that count and have two finite log-probs, without sequences that have none."""
+        keep = self.mask & np.isfinite(self.rollout - self.trainer)
+        lengths = np.add.reduceat(keep, self.offsets[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
+        some = lengths > 0
+        return Pairs(
+            self.rollout[keep],
+            self.trainer[keep],
+            np.concatenate([[0], np.cumsum(lengths[some])]),
+            self.mask[keep],
+            *(None if x is None else x[keep] for x in (self.ids,)),
+            *(None if x is None else x[some] for x in (self.prompts,)),
+            *(None if x is None else x[keep] for x in (self.advantages,)),
+            *(None if x is None else x[some] for x in (self.steps,)),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Pairs]) -> Pairs:
+        """Return several as one; an optional field stays where all have it."""
+        shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
+        offsets = np.concatenate([[0], *(p.offsets[1:] + shift for p, shift in zip(parts, shifts, strict=False))])
+
+        def join(name):
+            arrays = [getattr(part, name) for part in parts]
+            return None if any(a is None for a in arrays) else np.concatenate(arrays)
+
+        first = [join("rollout"), join("trainer"), offsets.astype(np.int64), join("mask")]
+        return cls(*first, *map(join, ("ids", "prompts", "advantages", "steps")))
+
+    def select(self, sequences: Sequence[int]) -> Pairs:
+        """Return some sequences, in the order given; one may be given twice."""
+        lengths = np.diff(self.offsets)[sequences]
+        starts = np.repeat(self.offsets[:-1][sequences], lengths)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        at = starts + np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        tokens = {n: getattr(self, n) for n in ("rollout", "trainer", "mask", "ids", "advantages")}
+        rows = {n: getattr(self, n) for n in ("prompts", "steps")}
+        return Pairs(
+            offsets=offsets,
+            **{n: None if a is None else a[at] for n, a in tokens.items()},
+            **{n: None if a is None else a[sequences] for n, a in rows.items()},
+        )
+
+
+def files(path: Path) -> list[Path]:
+    """Return the dump's files, in the order of the numbers in their names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path.is_dir():
+        found = [file for file in path.iterdir() if file.suffix in SUFFIXES]
+    else:
+        found = [path] if path.suffix in SUFFIXES and path.exists() else []
+    if not found:
+        raise ValueError(f"{path}: no dump: expected a {' or '.join(SUFFIXES)} file, or a folder with such files")
+    return sorted(found, key=lambda f: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", f.name)])
+
+
+def _rows(file: Path) -> Iterator[dict]:
+    """Return the rows of one file, streamed."""
+    if file.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ValueError(
+                f"{file}: reading Parquet needs pyarrow (pip install pyarrow); or use JSON lines"
+            ) from error
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=256):
+                yield from batch.to_pylist()
+        return
+    with file.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
+
+
+def _sequence(row: dict, where: str) -> dict | None:
+    """Return one row's arrays, None for a response without tokens.
+
+    Raises:
+        ValueError: a required field is missing, or lengths differ.
+    """
+    found = {}
+    for name, aliases in NAMES.items():
+        values = next((row[a] for a in aliases if row.get(a) is not None), None)
+        if values is None:
+            hint = (
+                "; verl's own rollout dumps hold no log-probs: run verl with this package installed and "
+                "trainer.rounding_align_metrics not false, and they do"
+                if {"input", "output"} <= set(row)
+                else ""
+            )
+            raise ValueError(f"{where}: no {' or '.join(aliases)}; the row has {', '.join(sorted(row))}{hint}")
+        found[name] = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+    length = len(found["rollout_log_probs"])
+    for name in PER_TOKEN:
+        if row.get(name) is not None:
+            found[name] = np.asarray(row[name], dtype=np.float64 if name == "advantages" else np.int64)
+    wrong = {name: len(values) for name, values in found.items() if len(values) != length}
+    if wrong:
+        raise ValueError(
+            f"{where}: rollout_log_probs has {length} entries, " + ", ".join(f"{k} {v}" for k, v in wrong.items())
+        )
+    for name in ("prompt_length", "step"):
+        if row.get(name) is not None:
+            found[name] = int(row[name])
+    return found if length else None
+
+
+def _pack(rows: list[dict]) -> Pairs:
+    def join(name):
+        return np.concatenate([r[name] for r in rows]) if all(name in r for r in rows) else None
+
+    def column(name):
+        return np.array([r[name] for r in rows]) if all(name in r for r in rows) else None
+
+    lengths = [len(r["rollout_log_probs"]) for r in rows]
+    masks = [
+        r["response_mask"] != 0 if "response_mask" in r else np.ones(n, bool)
+        for r, n in zip(rows, lengths, strict=True)
+    ]
+    return Pairs(
+        join("rollout_log_probs"),
+        join("trainer_log_probs"),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.concatenate(masks),
+        join("response_ids"),
+        column("prompt_length"),
+        join("advantages"),
+        column("step"),
+    )
+
+
+def read(path: str | Path, chunk: int = CHUNK) -> Iterator[Pairs]:
+    """Yield a dump's sequences, at least ``chunk`` tokens at a time (the last time fewer).
+
+    Raises:
+        ValueError: no dump, or a row that is not as the module's docstring says; the message names file and row.
+    """
+    rows, tokens = [], 0
+    for file in files(Path(path)):
+        for number, row in enumerate(_rows(file), 1):
+            if found := _sequence(row, f"{file}, sequence {number}"):
+                rows.append(found)
+                tokens += len(found["rollout_log_probs"])
+            if tokens >= chunk:
+                yield _pack(rows)
+                rows, tokens = [], 0
+    if rows:
+        yield _pack(rows)
+
+
+def load(path: str | Path) -> Pairs:
+    """Return a whole dump.
+
+    Raises:
+        ValueError: see :func:`read`; or not one response token in it.
+    """
+    parts = list(read(path))
+    if not parts:
+        raise ValueError(f"{path}: not one response token in it")
+    return Pairs.concatenate(parts)
+
+
+def _as_rows(parts: Iterable[Pairs]) -> Iterator[dict]:
+    for pairs in parts:
+        for s in range(len(pairs)):
+            at = slice(pairs.offsets[s], pairs.offsets[s + 1])
+            row = {
+                "rollout_log_probs": pairs.rollout[at].tolist(),
+                "trainer_log_probs": pairs.trainer[at].tolist(),
+                "response_mask": pairs.mask[at].astype(int).tolist(),
+            }
+            more = {"response_ids": pairs.ids, "advantages": pairs.advantages}
+            row |= {name: values[at].tolist() for name, values in more.items() if values is not None}
+            more = {"prompt_length": pairs.prompts, "step": pairs.steps}
+            yield row | {name: int(values[s]) for name, values in more.items() if values is not None}
+
+
+def write(path: str | Path, parts: Pairs | Iterable[Pairs]) -> None:
+    """Write a dump, as JSON lines or Parquet by the name's ending; NaN stands for a missing log-prob.
+
+    Raises:
+        ValueError: another ending.
+    """
+    path = Path(path)
+    parts = [parts] if isinstance(parts, Pairs) else parts
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: a dump's name ends with {' or '.join(SUFFIXES)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        with path.open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in _as_rows(parts))
+        return
+    import pyarrow
+    from pyarrow import parquet
+
+    writer = None
+    try:
+        for pairs in parts:
+            table = pyarrow.Table.from_pylist(list(_as_rows([pairs])))
+            writer = writer or parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer:
+            writer.close()
