@@ -204,37 +204,95 @@ def overhead(
         report.write_json(json, {"rows": [asdict(row) for row in rows]})
 
 
-@app.command()
+Regions = Annotated[
+    str,
+    typer.Option(help="values of the key, or points, joined with +; comma-separated. 'subsets': all 15; 'subsets:a:b'"),
+]
+Engine = Annotated[
+    str | None, typer.Option(help="auto to probe it, a probe's JSON file, or a preset; default: the preset for it")
+]
+Backend = Annotated[str, typer.Option(help="how regions run: auto, compile or eager")]
+gap_app = typer.Typer(
+    invoke_without_command=True,
+    help="Measure the gap with fixed weights: vLLM generates, the trainer scores the same tokens, unaligned and aligned.",
+)
+app.add_typer(gap_app, name="gap")
+
+
+@gap_app.callback()
 def gap(
-    model: Annotated[str, typer.Option(help="folder of a Transformers checkpoint with a tokenizer")],
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="folder of a Transformers checkpoint with a tokenizer")] = None,
     out: Annotated[
-        Path, typer.Option(help="folder for rollouts, log-probs and the report; an interrupted run resumes")
-    ],
-    regions: Annotated[str, typer.Option(help="values of the key, comma-separated, or 'subsets' for all 15")] = ARMS,
+        Path | None, typer.Option(help="folder for rollouts, log-probs and the report; an interrupted run resumes")
+    ] = None,
+    regions: Regions = ARMS,
     mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
     tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
     prompts: Annotated[Path | None, typer.Option(help="one prompt a line; default: 48 that come along")] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="auto to probe it, a probe's JSON file, or a preset; default: the preset for it")
-    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="sampling temperature; log-probs are of the unscaled logits")
+    ] = 1.0,
+    full_vocab: Annotated[int, typer.Option(help="positions with the exact KL over the whole vocabulary")] = 0,
+    noise: Annotated[bool, typer.Option("--noise/--no-noise", help="also each side against itself")] = True,
+    engine: Engine = None,
     device: Annotated[str, typer.Option(help="device vLLM runs on: cuda or cpu; selects the preset")] = "cpu",
-    backend: Annotated[str, typer.Option(help="how regions run: auto, compile or eager")] = "auto",
+    backend: Backend = "auto",
 ) -> None:
-    """Measure the gap with fixed weights: vLLM generates, the trainer scores the same tokens, unaligned and aligned."""
+    if context.invoked_subcommand:
+        return
+    if model is None or out is None:
+        raise ValueError("gap: --model and --out are needed; or a subcommand: score, report (see --help)")
     from .measure.run_gap import run_gap
 
-    run_gap(model, out, regions.split(","), mode, tokens, prompts, device, backend, engine)
+    run_gap(
+        model, out, regions.split(","), mode, tokens, prompts, device, backend, engine, full_vocab, noise, temperature
+    )
+
+
+@gap_app.command()
+def score(
+    source: Annotated[
+        Path, typer.Argument(help="folder that `gap` made, or a dump: .jsonl, .parquet, a folder of them")
+    ],
+    model: Annotated[str | None, typer.Option(help="the checkpoint, if it is no longer where it was")] = None,
+    regions: Regions = ARMS,
+    engine: Engine = None,
+    device: Annotated[str, typer.Option(help="device vLLM ran on: cuda or cpu; selects the preset")] = "cpu",
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """Without an engine: score the rollouts that `gap` has kept, or summarise log-probs that somebody else has dumped."""
+    from .measure import run_gap
+
+    if any((source / mode / "rollouts.safetensors").exists() for mode in ("compiled", "eager")):
+        run_gap.rescore(source, model, regions.split(","), backend, engine, device)
+    else:
+        run_gap.score_dump(source, Path(json) if json else None)
+
+
+@gap_app.command("report")
+def gap_report(folder: Annotated[Path, typer.Argument(help="folder that `gap` made")]) -> None:
+    """Render everything in the folder (gap, attribution, landing, triage) as report.md and report.html."""
+    from . import report
+    from .measure import gap_report
+
+    report.show(*(section.table() for section in gap_report.sections(folder)))
+    report.show(*(f"wrote {path}" for path in gap_report.write(folder)))
 
 
 @app.command()
 def attribute(
     out: Annotated[Path, typer.Argument(help="folder of `gap --regions subsets`")],
+    players: Annotated[
+        str | None, typer.Option(help="groups or points, comma-separated; default: the four groups")
+    ] = None,
     json: Json = None,
 ) -> None:
-    """Say which group closes how much of the gap: Shapley values with intervals, shares, pairwise interactions."""
+    """Say what closes how much of the gap: Shapley values with intervals, shares, pairwise interactions."""
     from .measure.run_gap import run_attribute
 
-    run_attribute(out, json)
+    run_attribute(out, players.split(",") if players else None, Path(json) if json else None)
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
-"""Which group closes how much of the gap: Shapley values over the groups, by exact enumeration.
+"""What closes how much of the gap: Shapley values over groups or points (the players), by exact enumeration.
 
-The game's value of a set S of groups is the reduction it brings, v(S) = k3(none) - k3(S), on the same tokens. A group's
-Shapley value is its marginal reduction averaged over all orders in which groups can be switched on,
+The game's value of a set S of players is the reduction it brings, v(S) = k3(none) - k3(S), on the same tokens. A player's
+Shapley value is its marginal reduction averaged over all orders in which players can be switched on,
 
     phi_i = sum over S without i of |S|! (n - |S| - 1)! / n! * (v(S + i) - v(S)),
 
-so that the values of all groups sum to v(all), exactly (efficiency). The interaction of two groups is what they bring
+so that the values of all players sum to v(all), exactly (efficiency). The interaction of two players is what they bring
 together beyond what each brings alone, averaged likewise (Grabisch and Roubens 1999); positive: they need each other.
 
-Intervals are bootstrapped over sequences, with the same draws for every set: differences are paired.
+Every value is linear in the sets' k3, so it is a sum over sequences like any other: intervals are those of
+:mod:`stats`, and differences are paired.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Coalition = frozenset[str]
 
 @dataclass(frozen=True)
 class Attribution:
-    """One group's part of the reduction, or two groups' interaction; nats per token, 95 % interval.
+    """One player's part of the reduction, or two players' interaction; nats per token, 95 % interval.
 
     Args:
         players: one name, or two.
@@ -99,7 +100,7 @@ def attribute(
     missing = [s for s in every if s not in k3]
     if missing:
         raise ValueError(
-            f"no k3 for {len(missing)} of {len(every)} sets of groups, {'+'.join(sorted(missing[0])) or 'none'} first"
+            f"no k3 for {len(missing)} of {len(every)} sets, {'+'.join(sorted(missing[0])) or 'none'} first"
         )
 
     reduction = {s: k3[frozenset()] - k3[s] for s in every}  # linear in the sums, as every value below is
@@ -117,20 +118,6 @@ def attribute(
     return Attribution(tuple(players), whole), rows, found
 
 
-def render(whole: Attribution, rows: Sequence[Attribution], pairs: Sequence[Attribution], title: str):
-    """Return a rich table, in units of 1e-4 nats per token."""
-    from .. import report
-
-    def cells(name: str, row: Attribution) -> tuple[str, str, str]:
-        value, low, high = (1e4 * x for x in row.value)
-        return name, f"{value:.3f} [{low:.3f}, {high:.3f}]", "" if row.share is None else f"{row.share:.0f} %"
-
-    lines = [cells(row.players[0], row) for row in rows]
-    lines.append(cells("all of them", whole))
-    lines += [cells(" with ".join(row.players), row) for row in pairs]
-    return report.table(title, ("group, or two groups' interaction", "reduction of k3, 1e-4 nats", "share"), lines)
-
-
 def as_json(whole: Attribution, rows: Sequence[Attribution], pairs: Sequence[Attribution]) -> dict:
     """Return the rows as JSON."""
-    return {"whole": asdict(whole), "groups": list(map(asdict, rows)), "interactions": list(map(asdict, pairs))}
+    return {"whole": asdict(whole), "players": list(map(asdict, rows)), "interactions": list(map(asdict, pairs))}

@@ -1,51 +1,87 @@
 """The gap: the same tokens, the same weights, the engine's log-probs against the trainer's, unaligned and aligned.
 
 Per response token d = rollout log-prob - trainer log-prob. k1 = mean d (the paper's estimate of the KL divergence, with
-much noise), k3 = mean(exp(-d) + d - 1) (its low-variance estimate), mean and max |d|. Intervals are bootstrapped over
-sequences; comparisons with the unaligned trainer are paired: the same tokens, the same draws.
+much noise), k3 = mean(exp(-d) + d - 1) (its low-variance estimate), mean and max |d|. Intervals are clustered by
+sequence (:mod:`stats`); comparisons with the unaligned trainer are paired: the same tokens, the same draws.
+
+Beside the gap stands its *floor*: the trainer against itself with sequences laid out otherwise, the engine against itself
+scheduled otherwise. No alignment can be expected to go below.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from .. import report
 from ..patch import align
-from ..plan import find_preset, parse_plan
+from ..plan import find_preset
 from ..presets import Preset
-from ..regions import GROUPS
-from .rollout import Rollouts
-from .stats import intervals, per_sequence
+from .arms import NONE, live, plan, points
+from .rollout import PREFILL, NextTokens, Rollouts, save
+from .score import score
+from .stats import Interval, intervals, per_sequence
 
-NONE = "none"
-SELF = "trainer against itself, one sequence at a time"
-BATCH_TOKENS = 2048
+FLOORS = {
+    "single": "trainer against itself, one sequence at a time",
+    "padded": "trainer against itself, padded on both sides",
+    "packed": "trainer against itself, packed",
+}
+# engine variants: folder -> (what it is, options of rollout.make)
+VARIANTS = {
+    "scheduling": ("engine against itself, 8 sequences at a time", {"sequences_at_once": 8}),
+    "prefix_cache": ("engine against itself, with a prefix cache", {"prefix_cache": True}),
+}
+PREFILL_ROW = "engine against itself, prefill against decoding"
+GAP, FLOOR = "gap", "floor"
+OCTAVES = np.arange(-24, 5.01, 0.25)  # bins of log2 |d|
+POSITIONS = np.unique(np.concatenate([[0, 1, 2, 3], np.round(2 ** np.arange(2, 20.01, 0.5))]).astype(np.int64))
+COLUMNS = ("n", "k1", "k3", "abs")
 
 
 @dataclass(frozen=True)
 class GapRow:
-    """One trainer variant against one set of log-probs; intervals are 95 %, in nats per token.
+    """One set of log-probs against another; intervals are 95 %, in nats per token.
 
-    ``k3_change`` is this row's k3 minus the unaligned trainer's, ``k3_ratio`` their ratio; both paired.
+    ``k3_change`` is this row's k3 minus the unaligned trainer's, ``k3_ratio`` their ratio; both paired, on this row's
+    tokens; None where there is nothing to compare with. ``kind``: ``gap``, or ``floor`` for one side against itself.
     """
 
     arm: str
     engine: str
     tokens: int
     sequences: int
-    k1: tuple[float, float, float]
-    k3: tuple[float, float, float]
-    abs_mean: tuple[float, float, float]
+    k1: Interval
+    k3: Interval
+    abs_mean: Interval
     abs_max: float
-    k3_change: tuple[float, float, float]
-    k3_ratio: tuple[float, float, float]
+    k3_change: Interval | None = None
+    k3_ratio: Interval | None = None
+    kind: str = GAP
+
+
+@dataclass(frozen=True)
+class ExactRow:
+    """KL divergence of the trainer from the engine over the whole vocabulary, at some positions; nats, 95 % intervals.
+
+    ``k1`` and ``k3`` are the sampled estimates at the same positions: what the exact divergence saves in noise is the
+    width of its interval against theirs.
+    """
+
+    arm: str
+    engine: str
+    positions: int
+    kl: Interval
+    kl_reverse: Interval
+    total_variation: Interval
+    k1: Interval
+    k3: Interval
+    kl_ratio: Interval
 
 
 def k3_terms(difference: np.ndarray) -> np.ndarray:
@@ -53,158 +89,229 @@ def k3_terms(difference: np.ndarray) -> np.ndarray:
     return np.expm1(-difference) + difference
 
 
-def gap_row(arm: str, engine: str, d: np.ndarray, d0: np.ndarray, offsets: np.ndarray) -> GapRow:
+class Tally:
+    """What is kept of any number of differences: sums per sequence, and counts by size and by position."""
+
+    def __init__(self):
+        self._sums: list[np.ndarray] = []
+        self.tokens = self.zeros = 0
+        self.abs_max = 0.0
+        self.sizes = np.zeros((2, len(OCTAVES) + 1), dtype=np.int64)  # d < 0, d > 0
+        self._positions = np.zeros((6, len(POSITIONS)))  # x, n, xx, xn, nn, sequences
+
+    def add(self, d: np.ndarray, offsets: np.ndarray) -> Tally:
+        """Add whole sequences.
+
+        Args:
+            d: (tokens,) differences, finite.
+            offsets: (sequences + 1,) where each starts; none is empty.
+        """
+        if not len(d):
+            return self
+        size, sequences = np.abs(d), len(offsets) - 1
+        columns = (np.ones_like(d), d, k3_terms(d), size)
+        self._sums.append(np.array([per_sequence(x, offsets) for x in columns]))
+        self.tokens += len(d)
+        self.zeros += int((d == 0).sum())
+        self.abs_max = max(self.abs_max, float(size.max()))
+        with np.errstate(divide="ignore"):
+            octave = np.searchsorted(OCTAVES, np.log2(size), side="right")
+        for row, of in enumerate((d < 0, d > 0)):
+            self.sizes[row] += np.bincount(octave[of], minlength=self.sizes.shape[1])
+        lengths = np.diff(offsets)
+        position = np.arange(len(d)) - np.repeat(offsets[:-1], lengths)
+        bins = len(POSITIONS)
+        key = np.repeat(np.arange(sequences), lengths) * bins + np.searchsorted(POSITIONS, position, side="right") - 1
+        x = np.bincount(key, weights=size, minlength=sequences * bins).reshape(sequences, bins)
+        n = np.bincount(key, minlength=sequences * bins).reshape(sequences, bins)
+        self._positions += [part.sum(0) for part in (x, n, x * x, x * n, n * n, n > 0)]
+        return self
+
+    def column(self, name: str) -> np.ndarray:
+        """Return the sum over each sequence of ``n`` (tokens), ``k1``, ``k3`` or ``abs``; (sequences,)."""
+        return np.concatenate([part[COLUMNS.index(name)] for part in self._sums])
+
+    def by_position(self) -> list[dict]:
+        """Return mean |d| in bins of the position in the response, with its standard error clustered by sequence."""
+        found = []
+        for start, (x, n, xx, xn, nn, g) in zip(POSITIONS, self._positions.T, strict=True):
+            if g > 1:
+                mean = x / n
+                variance = g / (g - 1) * max(xx - 2 * mean * xn + mean**2 * nn, 0) / n**2
+                found.append(dict(position=int(start), tokens=int(n), abs_mean=mean, se=float(np.sqrt(variance))))
+        return found
+
+    def by_size(self) -> dict:
+        """Return how many differences lie in each quarter octave of |d|: ``edges`` (log2), ``negative``, ``positive``."""
+        return dict(
+            edges=OCTAVES.tolist(), negative=self.sizes[0].tolist(), positive=self.sizes[1].tolist(), zeros=self.zeros
+        )
+
+
+def tally_row(arm: str, engine: str, tally: Tally, base: Tally | None = None, kind: str = GAP) -> GapRow:
+    """Return the row of a tally, compared with another one of the same tokens."""
+    n, k3 = tally.column("n"), tally.column("k3")
+    ratios = [(tally.column("k1"), n), (k3, n), (tally.column("abs"), n)]
+    if base is not None:
+        ratios += [(k3 - base.column("k3"), n), (k3, base.column("k3"))]
+    k1, k3, abs_mean, *compared = intervals(ratios)
+    return GapRow(
+        arm, engine, tally.tokens, len(n), k1, k3, abs_mean, tally.abs_max, *(compared or (None, None)), kind=kind
+    )
+
+
+def gap_row(arm: str, engine: str, d: np.ndarray, d0: np.ndarray, offsets: np.ndarray, kind: str = GAP) -> GapRow:
     """Return the row of one trainer variant.
 
     Args:
         d, d0: (response tokens,) rollout minus trainer log-prob of this variant, and of the unaligned trainer.
         offsets: (sequences + 1,) where each sequence's responses start.
     """
-    n = per_sequence(np.ones_like(d), offsets)
-    k3, k3_base = per_sequence(k3_terms(d), offsets), per_sequence(k3_terms(d0), offsets)
-    k1, size = per_sequence(d, offsets), per_sequence(np.abs(d), offsets)
-    ratios = [(k1, n), (k3, n), (size, n), (k3 - k3_base, n), (k3, k3_base)]
-    k1, k3, abs_mean, k3_change, k3_ratio = intervals(ratios)
-    return GapRow(arm, engine, len(d), len(n), k1, k3, abs_mean, float(np.abs(d).max()), k3_change, k3_ratio)
+    return tally_row(arm, engine, Tally().add(d, offsets), Tally().add(d0, offsets), kind)
 
 
-@torch.no_grad()
-def score(
-    model, rollouts: Rollouts, batch_tokens: int = 2048, progress: Callable[[int], None] = lambda n: None
-) -> torch.Tensor:
-    """Return the model's log-probs (response tokens,) fp32 of the rollouts' responses, as verl's actor computes them.
+def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (d, offsets, indices): a - b log-probs of the tokens that both drew before the first one that differs.
 
-    Sequences are right-padded and batched by length; logits in the model dtype, log-softmax in fp32.
+    Sequences are those that both have, in order; one whose first token differs is left out. Tokens at which the draw
+    changed are not compared, so the largest differences are a little under-represented.
 
-    Args:
-        batch_tokens: most tokens, padding included, per forward.
-        progress: called with the number of response tokens done.
+    Returns:
+        d: (tokens,) fp64; offsets: (sequences + 1,); indices: (tokens,) of the tokens in ``a.log_probs``.
     """
-    offsets = rollouts.response_offsets
-    out = torch.empty(int(offsets[-1]), dtype=torch.float32)
-    lengths = (rollouts.offsets[1:] - rollouts.offsets[:-1]).tolist()
-    order = sorted(range(len(rollouts)), key=lambda i: lengths[i])
-    while order:
-        batch = [order.pop()]
-        while order and (len(batch) + 1) * lengths[batch[0]] <= batch_tokens:
-            batch.append(order.pop())
-        width = lengths[batch[0]]
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        mask = torch.zeros(len(batch), width, dtype=torch.long)
-        for row, i in enumerate(batch):
-            ids[row, : lengths[i]], mask[row, : lengths[i]] = rollouts.sequence(i), 1
-        device = next(model.parameters()).device
-        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-        for row, i in enumerate(batch):
-            first = int(rollouts.prompts[i])
-            responses = rollouts.sequence(i)[first:].to(device)
-            log_probs = logits[row, first - 1 : lengths[i] - 1].float().log_softmax(-1)
-            out[offsets[i] : offsets[i + 1]] = log_probs.gather(-1, responses[:, None])[:, 0].cpu()
-            progress(len(responses))
-    return out
+    indices, other, lengths = [], [], []
+    for i in range(min(len(a), len(b))):
+        x, y = a.sequence(i)[int(a.prompts[i]) :], b.sequence(i)[int(b.prompts[i]) :]
+        n = min(len(x), len(y))
+        differ = (x[:n] != y[:n]).nonzero()
+        n = int(differ[0]) if len(differ) else n
+        if n:
+            lengths.append(n)
+            indices.append(a.response_offsets[i] + np.arange(n))
+            other.append(b.response_offsets[i] + np.arange(n))
+    if not lengths:
+        return np.zeros(0), np.zeros(1, np.int64), np.zeros(0, np.int64)
+    at = np.concatenate(indices)
+    d = a.log_probs.double().numpy()[at] - b.log_probs.double().numpy()[np.concatenate(other)]
+    return d, np.concatenate([[0], np.cumsum(lengths)]), at
 
 
-def measure(
-    model: str,
-    rollouts: Rollouts,
-    arms: Sequence[str],
-    engine: Preset | str,
-    folder: Path,
-    backend: str = "auto",
-    progress: Callable[[str, int], None] = lambda arm, n: None,
-) -> list[GapRow]:
-    """Return one row per arm, the unaligned trainer first, then the trainer against itself at another batch size.
-
-    Log-probs of each arm are kept in ``folder``; an interrupted run goes on where it stopped.
+class Trainer:
+    """Scores of one rollout folder by one checkpoint, arm by arm, kept in the folder: what is there is not done again.
 
     Args:
         model: folder of the checkpoint that made the rollouts.
-        arms: values of the key, e.g. ``rope``, ``rope+carry``; ``none`` is added.
-        engine: preset to align to, or its name.
+        folder: of the rollouts; every score is a file ``trainer.<points>.<preset>.<layout>.safetensors`` in it.
         backend: see :func:`verl_rounding_align.align`.
+        progress: called with the arm and a number of response tokens done.
     """
-    from transformers import AutoModelForCausalLM
 
-    loaded = None
+    def __init__(
+        self,
+        model: str,
+        rollouts: Rollouts,
+        folder: Path,
+        backend: str = "auto",
+        progress: Callable[[str, int], None] = lambda arm, n: None,
+    ):
+        self.model, self.rollouts, self.folder = model, rollouts, folder
+        self.backend, self.progress = backend, progress
+        self.whole = NextTokens.load(folder)
+        self._loaded = None
 
-    def log_probs(arm: str, batch_tokens: int) -> np.ndarray:
-        nonlocal loaded
-        file = folder / f"trainer.{arm}.{NONE if arm == NONE else preset.name}.{batch_tokens}.safetensors"
-        if not file.exists():
-            if loaded is None:
-                loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-            alignment = align(loaded, parse_plan(arm, engine=preset), backend=backend)
-            scores = score(loaded, rollouts, batch_tokens, lambda n: progress(arm, n))
+    def scores(self, arm: str, preset: Preset, layout: str = "batched") -> dict[str, np.ndarray]:
+        """Return what :func:`score` returns for an arm, as fp64 arrays."""
+        chosen = points(arm, preset) & live(preset)
+        name = "+".join(sorted(chosen)) or NONE
+        file = self.folder / f"trainer.{name}.{preset.name if chosen else NONE}.{layout}.safetensors"
+        whole = self.whole if layout == "batched" else None
+        kept = load_file(file) if file.exists() else {}
+        if not kept or (whole is not None and len(kept.get("kl", ())) != len(whole.at)):
+            if self._loaded is None:
+                from transformers import AutoModelForCausalLM
+
+                self._loaded = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
+            said = arm if layout == "batched" else FLOORS[layout]
+            alignment = align(self._loaded, plan(arm, preset), backend=self.backend)
+            kept = score(self._loaded, self.rollouts, layout, progress=lambda n: self.progress(said, n), whole=whole)
             assert not alignment.idle(), alignment.idle()
             alignment.undo()
-            save_file({"log_probs": scores}, str(file) + ".part")
-            Path(str(file) + ".part").replace(file)
-        return load_file(file)["log_probs"].numpy().astype(np.float64)
+            save(file, kept, {"points": "+".join(sorted(chosen)), "preset": preset.name if chosen else NONE})
+        return {n: x.numpy().astype(np.float64) for n, x in kept.items()}
 
-    preset = find_preset(engine)
+
+def measure(
+    trainer: Trainer, arms: Sequence[str], engine: Preset | str, floors: Sequence[str] = ("single",)
+) -> list[GapRow]:
+    """Return one row per arm, the unaligned trainer first, then the floors that there are.
+
+    Args:
+        arms: values of the key, or points joined with ``+`` (:mod:`arms`); ``none`` is added.
+        engine: preset to align to, or its name.
+        floors: layouts (``FLOORS``) in which the trainer is compared with itself. The engine is compared with itself
+            where the folder holds what it said otherwise (``prefill``, ``VARIANTS``).
+
+    Raises:
+        ValueError: an arm that is none.
+    """
+    preset, rollouts = find_preset(engine), trainer.rollouts
     for arm in arms:
-        parse_plan(arm, engine=preset)
-    folder.mkdir(parents=True, exist_ok=True)
-    rollout, offsets = rollouts.log_probs.numpy().astype(np.float64), rollouts.response_offsets
-    base = log_probs(NONE, BATCH_TOKENS)
-    unaligned = rollout - base
-    rows = [gap_row(NONE, NONE, unaligned, unaligned, offsets)]
+        plan(arm, preset)
+    rollout, offsets = rollouts.log_probs.double().numpy(), rollouts.response_offsets
+    base = trainer.scores(NONE, preset)["log_probs"]
+    unaligned = Tally().add(rollout - base, offsets)
+    rows = [tally_row(NONE, NONE, unaligned, unaligned)]
     for arm in arms:
         if arm != NONE:
-            rows.append(gap_row(arm, preset.name, rollout - log_probs(arm, BATCH_TOKENS), unaligned, offsets))
-    rows.append(gap_row(SELF, NONE, log_probs(NONE, 1) - base, unaligned, offsets))
+            tally = Tally().add(rollout - trainer.scores(arm, preset)["log_probs"], offsets)
+            rows.append(tally_row(arm, preset.name, tally, unaligned))
+    for layout in floors:
+        tally = Tally().add(trainer.scores(NONE, preset, layout)["log_probs"] - base, offsets)
+        rows.append(tally_row(FLOORS[layout], NONE, tally, unaligned, FLOOR))
+    return rows + _engine_floors(trainer.folder, rollouts, rollout - base)
+
+
+def _engine_floors(folder: Path, rollouts: Rollouts, unaligned: np.ndarray) -> list[GapRow]:
+    rows, offsets = [], rollouts.response_offsets
+    if (folder / f"{PREFILL}.safetensors").exists():
+        other = load_file(folder / f"{PREFILL}.safetensors")["log_probs"].double().numpy()
+        rows.append(gap_row(PREFILL_ROW, NONE, rollouts.log_probs.double().numpy() - other, unaligned, offsets, FLOOR))
+    for name, (title, _) in VARIANTS.items():
+        if (folder / name / "rollouts.safetensors").exists():
+            d, its_offsets, at = common(rollouts, Rollouts.load(folder / name))
+            if len(d):
+                rows.append(gap_row(title, NONE, d, unaligned[at], its_offsets, FLOOR))
     return rows
 
 
-def kept_scores(folder: Path) -> tuple[dict[frozenset[str], np.ndarray], str]:
-    """Return (set of groups -> the trainer's log-probs in fp64, the preset's name) that :func:`measure` left in a folder.
-
-    Raises:
-        ValueError: scores of several presets.
-    """
-    pattern = re.compile(rf"trainer\.(.+)\.([^.]+)\.{BATCH_TOKENS}\.safetensors")
-    files = [(m, file) for file in sorted(folder.iterdir()) if (m := pattern.fullmatch(file.name))]
-    names = sorted({m[2] for m, _ in files} - {NONE})
-    if len(names) > 1:
-        raise ValueError(
-            f"{folder}: scores of several presets, {', '.join(names)}; measure them in folders of their own"
-        )
-    scores = {}
-    for m, file in files:
-        groups = frozenset() if m[1] == NONE else frozenset(m[1].split("+"))
-        if groups <= set(GROUPS):
-            scores[groups] = load_file(file)["log_probs"].numpy().astype(np.float64)
-    return scores, names[0] if names else NONE
-
-
-def every_subset() -> list[str]:
-    """Return all non-empty subsets of the groups, as values of the key."""
-    names = list(GROUPS)
-    return ["+".join(g for i, g in enumerate(names) if mask >> i & 1) for mask in range(1, 2 ** len(names))]
+def exact(trainer: Trainer, arms: Sequence[str], engine: Preset | str) -> list[ExactRow]:
+    """Return the KL divergence over the whole vocabulary of each arm, ``none`` first; empty without whole distributions."""
+    preset, rollouts, whole = find_preset(engine), trainer.rollouts, trainer.whole
+    if whole is None:
+        return []
+    at = whole.at.numpy()
+    owner = np.searchsorted(rollouts.response_offsets, at, side="right") - 1
+    offsets = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(at)]])
+    n = per_sequence(np.ones(len(at)), offsets)
+    rows, base = [], None
+    for arm in [NONE, *(a for a in arms if a != NONE)]:
+        found = trainer.scores(arm, preset)
+        d = rollouts.log_probs.double().numpy()[at] - found["log_probs"][at]
+        terms = (found["kl"], found["kl_reverse"], found["total_variation"], d, k3_terms(d))
+        sums = [per_sequence(x, offsets) for x in terms]
+        base = sums[0] if base is None else base
+        *each, ratio = intervals([*((x, n) for x in sums), (sums[0], base)])
+        rows.append(ExactRow(arm, NONE if arm == NONE else preset.name, len(at), *each, ratio))
+    return rows
 
 
-def render(rows: Sequence[GapRow], title: str):
-    """Return a rich table of the rows, in units of 1e-4 nats per token."""
-
-    def unit(x):
-        return f"{1e4 * x[0]:.2f} [{1e4 * x[1]:.2f}, {1e4 * x[2]:.2f}]"
-
-    columns = ("arm", "k1", "k3", "k3 change, paired", "k3 ratio, paired", "mean |d|", "max |d|")
-    cells = [
-        (
-            r.arm,
-            unit(r.k1),
-            unit(r.k3),
-            unit(r.k3_change) if r.arm not in (NONE, SELF) else "",
-            f"{r.k3_ratio[0]:.3f} [{r.k3_ratio[1]:.3f}, {r.k3_ratio[2]:.3f}]" if r.arm != NONE else "",
-            unit(r.abs_mean),
-            f"{1e4 * r.abs_max:.0f}",
-        )
-        for r in rows
-    ]
-    return report.table(f"{title}; 1e-4 nats per token, 95 % intervals over sequences", columns, cells)
-
-
-def as_json(rows: Sequence[GapRow]) -> list[dict]:
-    """Return the rows as plain data."""
-    return [asdict(row) for row in rows]
+def kept_scores(folder: Path) -> dict[str, dict[frozenset[str], np.ndarray]]:
+    """Return preset's name -> (set of points moved -> the trainer's log-probs in fp64) that :class:`Trainer` has kept."""
+    found: dict[str, dict[frozenset[str], np.ndarray]] = {}
+    for file in sorted(folder.glob("trainer.*.batched.safetensors")):
+        with safe_open(file, "pt") as kept:
+            how = kept.metadata()
+            moved = frozenset(filter(None, how["points"].split("+")))
+            found.setdefault(how["preset"], {})[moved] = kept.get_tensor("log_probs").double().numpy()
+    unaligned = found.pop(NONE, {})
+    return {preset: {**unaligned, **scores} for preset, scores in found.items()}

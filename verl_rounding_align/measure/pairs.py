@@ -70,7 +70,11 @@ class Pairs:
     @property
     def missing(self) -> int:
         """Tokens that count but lack a finite log-prob on one side."""
-        return int((self.mask & ~np.isfinite(self.rollout - self.trainer)).sum())
+        return int((self.mask & ~self._finite).sum())
+
+    @property
+    def _finite(self) -> np.ndarray:
+        return np.isfinite(self.rollout) & np.isfinite(self.trainer)
 
     @property
     def positions(self) -> np.ndarray:
@@ -79,7 +83,7 @@ class Pairs:
 
     def valid(self) -> Pairs:
         """Return the tokens that count and have two finite log-probs, without sequences that have none."""
-        keep = self.mask & np.isfinite(self.rollout - self.trainer)
+        keep = self.mask & self._finite
         lengths = np.add.reduceat(keep, self.offsets[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
         some = lengths > 0
         return Pairs(

@@ -1,22 +1,64 @@
-"""``verl-rounding-align gap``: rollouts, scores and the report, with progress, in one folder."""
+"""``verl-rounding-align gap``: rollouts, scores and the report, with progress, in one folder.
+
+DIR/compiled, DIR/eager   rollouts, the trainer's scores, what else the engine said (:mod:`rollout`, :mod:`gap`)
+DIR/gap.json              rows, as ``gap.schema.json`` describes them
+DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.json and triage.json included
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file
 
 from .. import report
 from ..engine.auto import Rollout
+from ..plan import find_preset
+from ..presets import Preset
 from ..preview import engine_preset, installed_vllm
 from ..regions import GROUPS
-from . import attribute, gap, rollout
+from . import attribute, gap, gap_report, pairs, rollout
+from .arms import NONE, POINTS, expand, moved, plan
 from .stats import per_sequence
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
+VERSION = 1  # of the JSON's schema
+NOISE_TOKENS = 8_000  # response tokens of an engine's variant that is compared with the engine
+
+
+def _progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+
+def _advance(progress: Progress, total: int):
+    """Return a callback (arm, tokens) with one bar per arm."""
+    tasks: dict = {}
+
+    def advance(arm: str, n: int) -> None:
+        if arm not in tasks or progress.tasks[tasks[arm]].finished:
+            tasks[arm] = progress.add_task(f"trainer scores them: {arm}", total=total)
+        progress.advance(tasks[arm], n)
+
+    return advance
+
+
+def check(mode: str, regions: Sequence[str]) -> list[str]:
+    """Return the arms of a measurement.
+
+    Raises:
+        ValueError: an option that is not legal.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
+    arms = expand(regions)
+    for arm in arms:
+        plan(arm, find_preset("vllm_compiled"))
+    return arms
 
 
 def run_gap(
@@ -29,72 +71,209 @@ def run_gap(
     device: str,
     backend: str,
     engine: str | None = None,
-) -> dict[str, list[gap.GapRow]]:
-    """Measure, print and write ``gap.json``; see the command's help for the arguments.
+    full_vocab: int = 0,
+    noise: bool = True,
+    temperature: float = 1.0,
+) -> dict:
+    """Measure, print and write ``gap.json`` and the report; see the command's help for the arguments.
 
     Returns:
-        mode -> rows.
+        What ``gap.json`` holds.
 
     Raises:
         ValueError: an option that is not legal.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
+    arms = check(mode, regions)
     text = prompts.read_text() if prompts else (resources.files(__package__) / "prompts.txt").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    arms = gap.every_subset() if list(regions) == ["subsets"] else list(regions)
-    results = {}
+    if not lines:
+        raise ValueError(f"prompts={str(prompts)!r}: not one prompt in it")
+    presets = {}
     for eager in MODES[mode]:
         name = "eager" if eager else "compiled"
-        preset = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns) as progress:
+        presets[name] = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
+    extras = {rollout.PREFILL: int(noise), rollout.NEXT_TOKENS: full_vocab}
+    options = {} if temperature == 1.0 else {"temperature": temperature}
+    for name in presets:
+        folder, eager = out / name, name == "eager"
+        with _progress() as progress:
             task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=None)
-            rollouts = rollout.make(out / name, model, lines, tokens, eager)
-            total = int(rollouts.response_offsets[-1])
+            made = rollout.make(folder, model, lines, tokens, eager, extras, **options)
+            total = int(made.response_offsets[-1])
             progress.update(task, total=total, completed=total)
-            tasks = {}
-
-            def advance(arm: str, n: int, tasks=tasks, progress=progress, total=total) -> None:
-                if arm not in tasks or progress.tasks[tasks[arm]].finished:
-                    tasks[arm] = progress.add_task(f"trainer scores them: {arm}", total=total)
-                progress.advance(tasks[arm], n)
-
-            results[name] = gap.measure(model, rollouts, arms, preset, out / name, backend, advance)
-        title = f"{Path(model).name}, vLLM {name}, aligned to {preset.name}"
-        report.show(gap.render(results[name], title))
-    report.write_json(
-        out / "gap.json",
-        {"model": Path(model).name, "device": device, "modes": {m: gap.as_json(rows) for m, rows in results.items()}},
-    )
-    return results
+            for variant, (title, how) in gap.VARIANTS.items() if noise else ():
+                task = progress.add_task(f"{title}", total=None)
+                few = min(tokens, NOISE_TOKENS)
+                rollout.make(folder / variant, model, lines, few, eager, **options, **how)
+                progress.update(task, total=1, completed=1)
+    return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else ())
 
 
-def run_attribute(out: Path, json: Path | None = None) -> dict[str, tuple]:
-    """Attribute the reduction of k3 that ``gap --regions subsets`` has measured in ``out``; print and write it.
+def rescore(
+    source: Path, model: str | None, regions: Sequence[str], backend: str, engine: str | None, device: str = "cpu"
+) -> dict:
+    """Score the rollouts that ``gap`` has kept, without an engine; see :func:`run_gap` for the rest.
 
-    Returns:
-        mode -> (whole, one row per group, one per pair); see :func:`attribute.attribute`.
+    Args:
+        source: the folder given to ``gap`` as ``--out``.
+        model: the checkpoint, if it is not where it was.
+        engine: a preset's name or a probe's file; None for the preset of the release that made the rollouts.
+    """
+    folders = [source / mode for mode in ("compiled", "eager") if (source / mode / "rollouts.safetensors").exists()]
+    arms, presets = check("both", regions), {}
+    for folder in folders:
+        meta = rollout.Rollouts.load(folder).meta
+        model = model or meta["model"]
+        where = Rollout(meta["versions"]["vllm"], device, folder.name == "eager", "bfloat16")
+        presets[folder.name] = engine_preset(model, engine, where)
+    return _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS))
+
+
+def _measure(
+    model: str,
+    out: Path,
+    presets: dict[str, Preset],
+    arms: Sequence[str],
+    backend: str,
+    device: str,
+    floors: Sequence[str],
+) -> dict:
+    """Score rollouts of one or two modes, write and show what was found."""
+    modes = {}
+    for name, preset in presets.items():
+        rollouts = rollout.Rollouts.load(out / name)
+        with _progress() as progress:
+            advance = _advance(progress, len(rollouts.log_probs))
+            trainer = gap.Trainer(model, rollouts, out / name, backend, advance)
+            rows = gap.measure(trainer, arms, preset, floors)
+            crossed = []
+            for other in presets.values():
+                if other is not preset and "all" in arms:
+                    crossed += [r for r in gap.measure(trainer, ["all"], other, ()) if r.engine == other.name]
+            exact = gap.exact(trainer, arms, preset)
+            shown = [NONE, *(arm for arm in arms if arm in ("all", "paper"))]
+            rolled, pictures = rollouts.log_probs.double().numpy(), {}
+            base = trainer.scores(NONE, preset)["log_probs"]
+            for arm in shown:
+                d = rolled - trainer.scores(arm, preset)["log_probs"]
+                tally = gap.Tally().add(d, rollouts.response_offsets)
+                pictures[arm] = dict(positions=tally.by_position(), sizes=tally.by_size())
+            if "single" in floors:
+                d = trainer.scores(NONE, preset, "single")["log_probs"] - base
+                tally = gap.Tally().add(d, rollouts.response_offsets)
+                pictures[gap.FLOORS["single"]] = dict(positions=tally.by_position(), sizes=tally.by_size())
+        modes[name] = dict(
+            preset=preset.name,
+            rollouts={k: v for k, v in rollouts.meta.items() if k != "model"},
+            rows=[asdict(r) for r in rows],
+            crossed=[asdict(r) for r in crossed],
+            exact=[asdict(r) for r in exact],
+            pictures=pictures,
+        )
+    payload = {"schema": "verl-rounding-align/gap", "schema_version": VERSION, "model": Path(model).name}
+    payload |= {"device": device, "modes": modes}
+    report.write_json(out / "gap.json", payload)
+    report.show(*(section.table() for section in gap_report.sections(out)))
+    report.show(*(f"wrote {path}" for path in gap_report.write(out)))
+    return payload
+
+
+def score_dump(source: Path, json: Path | None = None) -> gap.GapRow:
+    """Summarise log-probs that somebody else has dumped, streamed; see :mod:`pairs` for the schema.
 
     Raises:
-        ValueError: no gap in the folder, several presets' scores of one mode, or a set of groups that was not measured.
+        ValueError: no dump, or nothing in it to compare.
     """
-    found = {}
+    tally, left_out, masked = gap.Tally(), 0, 0
+    with _progress() as progress:
+        task = progress.add_task(f"reads {source}", total=None)
+        for part in pairs.read(source):
+            valid = part.valid()
+            tally.add(valid.rollout - valid.trainer, valid.offsets)
+            left_out += part.missing
+            masked += int((~part.mask).sum())
+            progress.update(task, description=f"reads {source}: {tally.tokens:,} tokens")
+        progress.update(task, total=1, completed=1)
+    if not tally.tokens:
+        raise ValueError(
+            f"{source}: not one token that counts has two finite log-probs ({left_out} have not, {masked} masked)"
+        )
+    row = gap.tally_row(source.name, NONE, tally)
+    payload = {"schema": "verl-rounding-align/score", "schema_version": VERSION, "source": source.name}
+    payload |= {"row": asdict(row), "nonfinite": left_out, "masked": masked}
+    payload |= {"positions": tally.by_position(), "sizes": tally.by_size()}
+    report.show(gap_report.dump_section(payload).table())
+    if json:
+        report.write_json(json, payload)
+    return row
+
+
+def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | None = None) -> dict[str, tuple]:
+    """Attribute the reduction of k3 that ``gap --regions subsets`` has measured in ``out``; print and write it.
+
+    Args:
+        players: groups or points; None for the groups.
+
+    Returns:
+        mode -> (whole, one row per player, one per pair); see :func:`attribute.attribute`.
+
+    Raises:
+        ValueError: no gap in the folder, an unknown player, or a set of players that was not measured.
+    """
+    players = list(players or GROUPS)
+    for player in players:
+        if player not in GROUPS and player not in POINTS:
+            raise ValueError(f"players={player!r}: choose from {', '.join(dict.fromkeys((*GROUPS, *POINTS)))}")
+    found, details, failed = {}, {}, []
     for mode in (m for m in MODES if (out / m / "rollouts.safetensors").exists()):
         rollouts = rollout.Rollouts.load(out / mode)
-        scores, preset = gap.kept_scores(out / mode)
         offsets, engine = rollouts.response_offsets, rollouts.log_probs.numpy().astype("float64")
-        k3 = {groups: per_sequence(gap.k3_terms(engine - x), offsets) for groups, x in scores.items()}
         tokens = per_sequence(np.ones(len(engine)), offsets)
-        try:
-            found[mode] = attribute.attribute(k3, tokens, list(GROUPS))
-        except ValueError as error:
-            advice = f"run `verl-rounding-align gap --out {out} --regions subsets ...`"
-            raise ValueError(f"{out / mode}: {error}; {advice}") from error
-        title = f"{mode}, {preset}: {len(engine):,} tokens in {len(tokens)} sequences"
-        report.show(attribute.render(*found[mode], title))
+        for preset, scores in gap.kept_scores(out / mode).items():
+            live = frozenset().union(*scores)
+            its = {p: moved(p, find_preset("vllm_compiled")) & live for p in players}
+            sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
+            k3 = {
+                s: per_sequence(gap.k3_terms(engine - scores[its]), offsets) for s, its in sets.items() if its in scores
+            }
+            try:
+                found[mode] = attribute.attribute(k3, tokens, players)
+                details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
+            except ValueError as error:
+                failed.append((len(k3), f"{out / mode}, {preset}: {error}"))
+    if not found and failed:  # the nearest miss
+        asked = "subsets" if players == list(GROUPS) else ":".join(("subsets", *players))
+        raise ValueError(f"{max(failed)[1]}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
     if not found:
         raise ValueError(f"{out}: no rollouts of `verl-rounding-align gap` in it")
+    payload = {"schema": "verl-rounding-align/attribution", "schema_version": VERSION}
+    payload["modes"] = {mode: {**details[mode], **attribute.as_json(*rows)} for mode, rows in found.items()}
+    report.write_json(out / "attribution.json", payload)
     if json:
-        report.write_json(json, {"modes": {mode: attribute.as_json(*rows) for mode, rows in found.items()}})
+        report.write_json(json, payload)
+    report.show(*(section.table() for section in gap_report.attribution(payload)))
+    if (out / "gap.json").exists():
+        report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return found
+
+
+def gap_pairs(folder: Path) -> pairs.Pairs:
+    """Return the pairs of a mode's folder: the engine's log-probs and the unaligned trainer's, as a dump holds them.
+
+    Raises:
+        ValueError: the unaligned trainer has not scored them.
+    """
+    file = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
+    if not file.exists():
+        raise ValueError(
+            f"{folder}: no scores of the unaligned trainer; run `verl-rounding-align gap score {folder.parent}`"
+        )
+    rollouts = rollout.Rollouts.load(folder)
+    ids = np.concatenate([rollouts.sequence(i)[int(rollouts.prompts[i]) :].numpy() for i in range(len(rollouts))])
+    return pairs.Pairs.of(
+        rollouts.log_probs.numpy(),
+        load_file(file)["log_probs"].numpy(),
+        rollouts.response_offsets,
+        ids=ids,
+        prompts=rollouts.prompts.numpy(),
+    )

@@ -1,0 +1,203 @@
+"""The report of a gap: what ``gap``, ``attribute``, ``landing`` and ``triage`` have written into one folder, as sections
+that :mod:`report` renders to a terminal, to Markdown and to one HTML page. A section is made from JSON alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import report
+from ..report import Section
+from . import pictures
+
+UNIT = "1e-4 nats per token"
+
+
+def interval(x, scale: float = 1.0, digits: int = 2) -> str:
+    """Return an interval as text; bounds that JSON has as null (too few sequences) are left out.
+
+    >>> interval((0.5, 0.25, 0.75), 10), interval((0.5, None, None))
+    ('5.00 [2.50, 7.50]', '0.50')
+    """
+    if x is None:
+        return ""
+    value, low, high = (None if v is None or v != v else f"{v * scale:.{digits}f}" for v in x)
+    return f"{value} [{low}, {high}]" if low else str(value)
+
+
+def gap_table(rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return (columns, cells) of gap rows."""
+    columns = ("arm", "k1", "k3", "k3 change, paired", "k3 ratio, paired", "mean |d|", "max |d|", "tokens")
+    cells = []
+    for r in rows:
+        other = r["arm"] != "none"
+        cells.append(
+            (
+                r["arm"],
+                interval(r["k1"], 1e4),
+                interval(r["k3"], 1e4),
+                interval(r["k3_change"], 1e4) if other and r["kind"] == "gap" else "",
+                interval(r["k3_ratio"], 1, 3) if other else "",
+                interval(r["abs_mean"], 1e4, 1),
+                f"{1e4 * r['abs_max']:.0f}",
+                f"{r['tokens']:,}",
+            )
+        )
+    return columns, cells
+
+
+def two_by_two(modes: Mapping) -> Section | None:
+    """Return engine compiled or eager against trainer unaligned or aligned, where both engines were measured."""
+    if len(modes) < 2 or not all(any(r["arm"] == "all" for r in m["rows"]) and m["crossed"] for m in modes.values()):
+        return None
+    presets, cells = {mode: found["preset"] for mode, found in modes.items()}, []
+    for mode, found in modes.items():
+        rows = {NONE_ROW: found["rows"][0]}
+        rows |= {r["engine"]: r for r in (*found["rows"], *found["crossed"]) if r["arm"] == "all"}
+        at = [rows[NONE_ROW], *(rows[preset] for preset in presets.values())]
+        cells.append((mode, *(interval(r["k3"], 1e4) for r in at)))
+    return Section(
+        "Two by two: which engine, which trainer",
+        ("vLLM", "trainer unaligned", *(f"trainer aligned to {mode}" for mode in presets)),
+        cells,
+        f"k3, {UNIT}, 95 % intervals. Aligned: every group for which there is evidence. A trainer aligned to the other engine "
+        "is the control.",
+    )
+
+
+NONE_ROW = "none"
+
+
+def _gap_sections(found: Mapping) -> list[Section]:
+    out = []
+    table = two_by_two(found["modes"])
+    if table:
+        out.append(table)
+    for mode, m in found["modes"].items():
+        gaps = [r for r in m["rows"] if r["kind"] == "gap"]
+        floors = [r for r in m["rows"] if r["kind"] == "floor"]
+        title = f"vLLM {mode}, aligned to {m['preset']}"
+        count = f"{gaps[0]['tokens']:,} tokens in {gaps[0]['sequences']} sequences"
+        columns, cells = gap_table(gaps)
+        curves = {arm: p["positions"] for arm, p in m["pictures"].items() if p["positions"]}
+        figures = [pictures.gap_by_arm([*gaps, *floors], title)]
+        figures += [pictures.by_position(curves, title)] if curves else []
+        figures += [pictures.by_size({arm: p["sizes"] for arm, p in m["pictures"].items()}, title)]
+        renamed = [report.Figure(f"{f.name}_{mode}", f.alt, f.svg) for f in figures]
+        note = (
+            f"{UNIT} ({count}); 95 % intervals, bootstrap-t over sequences. d = engine minus trainer log-prob; "
+            "k1 = mean d, k3 = mean(exp(-d) + d - 1); change and ratio are to the unaligned trainer on the same tokens."
+        )
+        out.append(Section(f"Gap: {title}", columns, cells, note, renamed))
+        if floors:
+            columns, cells = gap_table(floors)
+            keep = [i for i, c in enumerate(columns) if c != "k3 change, paired"]
+            out.append(
+                Section(
+                    f"Noise floor: vLLM {mode}",
+                    [columns[i] if columns[i] != "k3 ratio, paired" else "k3, of the unaligned gap" for i in keep],
+                    [[row[i] for i in keep] for row in cells],
+                    "One side against itself, nothing changed but how sequences are batched. Alignment cannot be expected to go "
+                    "below. Sampled anew, the engine's variants are compared up to the first token that differs.",
+                )
+            )
+        if m["exact"]:
+            out.append(_exact_section(mode, m["exact"]))
+    return out
+
+
+def _exact_section(mode: str, rows) -> Section:
+    def width(x) -> float | None:
+        return None if x[1] is None else x[2] - x[1]
+
+    cells = []
+    for r in rows:
+        widths = [width(r[name]) for name in ("kl", "k3", "k1")]
+        times = ["" if None in (w, widths[0]) or not widths[0] else f"{w / widths[0]:.1f}x" for w in widths[1:]]
+        cells.append(
+            (
+                r["arm"],
+                interval(r["kl"], 1e4),
+                interval(r["kl_ratio"], 1, 3) if r["arm"] != "none" else "",
+                interval(r["kl_reverse"], 1e4),
+                interval(r["total_variation"], 1e4, 1),
+                interval(r["k3"], 1e4),
+                interval(r["k1"], 1e4),
+                *times,
+            )
+        )
+    columns = ("arm", "exact KL", "ratio, paired", "reverse KL", "total variation, 1e-4", "k3 there", "k1 there")
+    return Section(
+        f"Exact KL: vLLM {mode}",
+        (*columns, "k3's interval", "k1's interval"),
+        cells,
+        f"Whole next-token distributions at {rows[0]['positions']} positions spread over all responses; {UNIT}. The last two "
+        "columns: how many times wider the sampled estimates' intervals are at the same positions. The engine's "
+        "distributions are computed with the tokens before given as a prompt.",
+    )
+
+
+def attribution(found: Mapping) -> list[Section]:
+    """Return a section per mode of ``attribution.json``."""
+    out = []
+    for mode, m in found["modes"].items():
+        title = f"Attribution: {mode}, {m['preset']}"
+
+        def cells(name: str, row: Mapping) -> tuple[str, str, str]:
+            share = "" if row["share"] is None else f"{row['share']:.0f} %"
+            return name, interval(row["value"], 1e4, 3), share
+
+        lines = [cells(row["players"][0], row) for row in m["players"]]
+        lines.append(cells("all of them", m["whole"]))
+        lines += [cells(" with ".join(row["players"]), row) for row in m["interactions"]]
+        clear = m["players"][0]["share"] is not None
+        note = f"{m['tokens']:,} tokens in {m['sequences']} sequences; Shapley values, exact; they sum to the whole."
+        note += "" if clear else " No shares: the interval of the whole includes zero."
+        figure = pictures.shapley(m, title)
+        out.append(
+            Section(
+                title,
+                ("player, or two players' interaction", f"reduction of k3, {UNIT}", "share"),
+                lines,
+                note,
+                [report.Figure(f"shapley_{mode}", figure.alt, figure.svg)],
+            )
+        )
+    return out
+
+
+def dump_section(payload: Mapping) -> Section:
+    """Return the section of a dump's summary."""
+    row = payload["row"]
+    columns, cells = gap_table([row])
+    keep = [i for i, c in enumerate(columns) if "paired" not in c]
+    note = f"{row['tokens']:,} tokens in {row['sequences']} sequences; {UNIT}, 95 % intervals; "
+    note += f"{payload['masked']:,} tokens masked, {payload['nonfinite']:,} without two finite log-probs"
+    return Section("Mismatch of the dump", [columns[i] for i in keep], [[c[i] for i in keep] for c in cells], note)
+
+
+# file in the folder -> what makes its sections
+PARTS = {"gap.json": _gap_sections, "attribution.json": attribution}
+
+
+def sections(folder: Path) -> list[Section]:
+    """Return the sections of everything that the tools have written into a folder.
+
+    Raises:
+        ValueError: no ``gap.json`` in it, or of another schema version.
+    """
+    if not (folder / "gap.json").exists():
+        raise ValueError(f"{folder}: no gap.json; run `verl-rounding-align gap --out {folder} ...`")
+    out = []
+    for name, make in PARTS.items():
+        if (folder / name).exists():
+            out += make(json.loads((folder / name).read_text()))
+    return out
+
+
+def write(folder: Path) -> list[Path]:
+    """Write ``report.md`` and ``report.html`` into the folder; return their paths."""
+    found = json.loads((folder / "gap.json").read_text())
+    title = f"{found['model']}: where the trainer's log-probs differ from the engine's"
+    return report.write_pages(folder, "report", title, sections(folder), found["versions"])
