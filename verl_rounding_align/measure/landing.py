@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
-from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -40,6 +39,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import report
+from ..families import Family
 from ..patch import find_base_models
 from ..regions.rope import rotate_half
 from ..rounding import up
@@ -210,21 +210,17 @@ def watch(model: nn.Module, see: See) -> Iterator[tuple[set[tuple[str, int]], li
         (the (quantity, layer) pairs that will be seen, what will not be in words).
 
     Raises:
-        ValueError: unsupported family, another dtype, or a module whose forward is patched.
+        ValueError: unsupported family, another dtype, another activation, or a module whose forward is patched.
     """
+    ((fqn, stack, family),) = find_base_models(model)
+    _check(stack, f"{fqn}." if fqn else "")
     handles, expected, absent = [], set(), []
-    stacks = find_base_models(model)
-    for fqn, stack, _ in stacks:
-        _check(stack, f"{fqn}." if fqn else "")
+    experts = sum(hasattr(layer.mlp, "experts") for layer in stack.layers)
+    if experts:
+        absent.append(f"router and projections of the experts in {experts} layers (grouped matmuls, not modules)")
     try:
-        for _, stack, family in stacks:
-            for i, layer in enumerate(stack.layers):
-                _watch_layer(layer, i, family, see, handles, expected)
-            experts = sum(hasattr(layer.mlp, "experts") for layer in stack.layers)
-            if experts:
-                absent.append(
-                    f"router and projections of the experts in {experts} layers (grouped matmuls, not modules)"
-                )
+        for i, layer in enumerate(stack.layers):
+            _watch_layer(layer, i, family, see, handles, expected)
         yield expected, absent
     finally:
         for handle in handles:
@@ -243,9 +239,11 @@ def _check(stack: nn.Module, prefix: str) -> None:
             raise ValueError(
                 f"landing: {prefix}{name} ({type(module).__name__}) has its forward patched; undo() that first"
             )
+    if stack.config.hidden_act != "silu":
+        raise ValueError(f"landing: hidden_act={stack.config.hidden_act!r}: expected 'silu'")
 
 
-def _watch_layer(layer: nn.Module, index: int, family, see: See, handles: list, expected: set) -> None:
+def _watch_layer(layer: nn.Module, index: int, family: Family, see: See, handles: list, expected: set) -> None:
     """Hook one decoder layer; see :func:`watch`."""
     now: dict[str, object] = {}  # tensors of this layer that a later hook of the same forward pass needs
 
@@ -284,11 +282,8 @@ def _watch_layer(layer: nn.Module, index: int, family, see: See, handles: list, 
 
     def attention(module, args, kwargs, output):
         cos, sin = kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[1]
-        batch, tokens = cos.shape[0], cos.shape[1]
-        q, k, v = (
-            now.pop(name).view(batch, tokens, -1, module.head_dim).transpose(1, 2)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
+        q, k, v = (now.pop(name) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (x.view(*x.shape[:2], -1, module.head_dim).transpose(1, 2) for x in (q, k, v))
         rotated = []
         for x in (q, k):
             direct, crossed = up(x) * up(cos.unsqueeze(1)), rotate_half(up(x)) * up(sin.unsqueeze(1))
@@ -334,7 +329,8 @@ def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     """Return causal attention in fp32, with the module's sliding window if it has one; q, k, v (batch, heads, tokens, head_dim)."""
     groups, tokens = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (up(x).repeat_interleave(groups, dim=1) for x in (k, v))
-    window, mask = getattr(module, "sliding_window", None), None
+    # Mistral's attention takes it from the config; those that set it per layer have an attribute
+    window, mask = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)), None
     if window is not None and window < tokens:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril().triu(1 - window)
     return F.scaled_dot_product_attention(up(q), k, v, attn_mask=mask, is_causal=mask is None, scale=module.scaling)
@@ -468,8 +464,7 @@ def run_landing(model: str, text: Path | None, tokens: int, window: int, json: s
         raise ValueError(f"window={window}: expected 2 to {longest}, the positions that the model has")
     with resources.as_file(resources.files(__package__) / "opticks.txt") as default:
         path = default if text is None else text
-        blocks = iter(read_blocks(path))
-        if not (first := next(blocks, "")).strip():
+        if not any(block.strip() for block in read_blocks(path)):
             raise ValueError(f"text={str(path)!r}: no text in it")
         try:
             tokenizer = AutoTokenizer.from_pretrained(model)
@@ -487,7 +482,7 @@ def run_landing(model: str, text: Path | None, tokens: int, window: int, json: s
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("tokens", total=tokens)
             found = landing(
-                loaded, windows(chain([first], blocks), tokenizer, tokens, window), lambda n: progress.advance(task, n)
+                loaded, windows(read_blocks(path), tokenizer, tokens, window), lambda n: progress.advance(task, n)
             )
             progress.update(task, total=found.tokens)
     name = Path(path).name
