@@ -42,10 +42,15 @@ def windows() -> str:
     return markdown(["quantity", *(f"windows of {window}" for window in FILES)], rows)
 
 
+def filled(text: str) -> str:
+    """Return README text with both tables renewed."""
+    return report.filled(report.filled(text, "landing", scores()), "windows", windows())
+
+
 if __name__ == "__main__":
     readme = HERE / "README.md"
     before = readme.read_text()
-    after = report.filled(report.filled(before, "landing", scores()), "windows", windows())
+    after = filled(before)
     if "--check" in sys.argv[1:]:
         sys.exit("README.md: tables differ from the results; run recipes/landing/table.py" if after != before else 0)
     readme.write_text(after)
