@@ -14,7 +14,7 @@ Layers, each importing only from those above it:
     plan.py          config value + engine -> Plan (frozen, printable); errors about the key's value
     patch.py         claim -> check -> apply -> undo; the only file that assigns ``.forward``
     preview.py       what a plan would patch, from a model's config alone
-    measure/         gap, attribution, overhead: tools that return rows
+    measure/         gap, attribution, landing score, overhead: tools that return rows
     integrations/    verl, verl on CPU, vLLM: only these and engine/ import a framework
     cli.py           subcommands, no logic
 

@@ -295,6 +295,22 @@ def attribute(
     run_attribute(out, players.split(",") if players else None, Path(json) if json else None)
 
 
+@app.command()
+def landing(
+    model: Annotated[str, typer.Option(help="folder of a Transformers checkpoint with a tokenizer")],
+    text: Annotated[
+        Path | None, typer.Option(help="text file (UTF-8); default: pages of Newton's Opticks that come along")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="tokens to read, or fewer if the text has fewer")] = 2048,
+    window: Annotated[int, typer.Option(help="tokens per forward pass; RoPE's angles grow with it")] = 512,
+    json: Json = None,
+) -> None:
+    """Measure where values land between adjacent bf16 numbers, per quantity: clustered ones round with a bias."""
+    from .measure.landing import run_landing
+
+    run_landing(model, text, tokens, window, json)
+
+
 def main() -> None:
     """Run the command line; a ValueError is a message for the user: printed without a traceback, exit code 2."""
     try:

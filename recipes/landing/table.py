@@ -1,0 +1,56 @@
+"""Write the tables of README.md from results/; --check: fail if they differ."""
+
+import json
+import sys
+from pathlib import Path
+
+from verl_rounding_align import report
+from verl_rounding_align.measure import landing
+
+HERE = Path(__file__).resolve().parent
+FILES = {64: "window-64", 512: "landing", 2048: "window-2048"}
+
+
+def load(name: str) -> dict:
+    """Return a result with its rows as ``LandingRow``."""
+    found = json.loads((HERE / f"results/{name}.json").read_text())
+    for row in found["rows"]:
+        row.pop("formula")
+    return {**found, "rows": [landing.LandingRow(**row) for row in found["rows"]]}
+
+
+def markdown(columns, rows) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def scores() -> str:
+    """The table of all quantities."""
+    found = load("landing")
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "transformers"))
+    note = (
+        f"{found['model']}, {found['tokens']:,} tokens of {found['text']} in windows of {found['window']}; {versions}."
+    )
+    return markdown(landing.COLUMNS, [landing.cells(row) for row in found["rows"]]) + f"\n\n{note}"
+
+
+def windows() -> str:
+    """The scores of the quantities that positions move, by window length."""
+    found = {window: {row.quantity: row for row in load(name)["rows"]} for window, name in FILES.items()}
+    names = [name for name in found[512] if name.startswith(("RoPE", "attention"))]
+    rows = [[name, *(f"{found[window][name].score:.2g}" for window in FILES)] for name in names]
+    return markdown(["quantity", *(f"windows of {window}" for window in FILES)], rows)
+
+
+def filled(text: str) -> str:
+    """Return README text with both tables renewed."""
+    return report.filled(report.filled(text, "landing", scores()), "windows", windows())
+
+
+if __name__ == "__main__":
+    readme = HERE / "README.md"
+    before = readme.read_text()
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        sys.exit("README.md: tables differ from the results; run recipes/landing/table.py" if after != before else 0)
+    readme.write_text(after)
