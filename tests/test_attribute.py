@@ -103,7 +103,7 @@ def test_a_set_that_was_not_measured_is_named():
     del k3[frozenset("ab")]
     with pytest.raises(ValueError) as error:
         attribute(k3, tokens, PLAYERS)
-    assert str(error.value) == "no k3 for 1 of 8 sets of groups, a+b first"
+    assert str(error.value) == "no k3 for 1 of 8 sets, a+b first"
 
 
 # ---- the command

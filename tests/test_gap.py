@@ -1,21 +1,26 @@
 """Contract of the gap: per-token differences become k1, k3, mean and max |d| as defined; intervals resample whole
-sequences and comparisons are paired; the trainer's scores do not depend on padding beyond rounding; an interrupted run
-resumes; and an engine that *is* the aligned trainer has a gap of exactly zero to it."""
+sequences and comparisons are paired; the trainer's scores do not depend on how sequences are laid out beyond rounding; an
+interrupted run resumes; an engine that *is* the aligned trainer has a gap of exactly zero to it, sampled and over the whole
+vocabulary; and a report holds all that was measured, as its schema says."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from importlib import resources
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
-from tiny import tiny, tokens
+from tiny import VOCAB, tiny, tokens
+from typer.testing import CliRunner
 
-from verl_rounding_align import align
-from verl_rounding_align.measure import gap
-from verl_rounding_align.measure.rollout import Rollouts, make
-from verl_rounding_align.measure.stats import bootstrap, per_sequence
+from verl_rounding_align import align, cli, parse_plan
+from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap
+from verl_rounding_align.measure.rollout import NextTokens, Rollouts, make
+from verl_rounding_align.measure.score import LAYOUTS, score
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +41,7 @@ def rollouts():
     )
     model = tiny("qwen3").eval()
     align(model, "all", engine="vllm_compiled", backend="eager")
-    return replace(empty, log_probs=gap.score(model, empty))
-
-
-def test_a_bootstrap_interval_resamples_sequences():
-    x, n = np.array([1.0, 5.0]), np.array([1.0, 1.0])
-    value, low, high = bootstrap(lambda x, n: x / n, x, n)
-    assert (value, low, high) == (3.0, 1.0, 5.0)  # draws of two: (1,1), (1,5), (5,5) with shares 1/4, 1/2, 1/4
-    assert bootstrap(lambda x, y: x / y, 3 * x, x) == (3.0, 3.0, 3.0)  # paired: the same draws for both
-
-
-def test_interval_covers_at_its_level_on_clustered_data():
-    """60 sequences of 5 to 20 tokens that share a component: 95 % intervals cover in 190 +- 3 s.d. of 200 data sets, with
-    the undercoverage of a percentile bootstrap at 60 clusters (about 1 %) allowed; ignoring clusters covers far less."""
-    rng, covered, naive = np.random.default_rng(0), 0, 0
-    for i in range(200):
-        lengths = rng.integers(5, 21, 60)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        values = np.repeat(rng.normal(size=60), lengths) + rng.normal(size=lengths.sum())
-        n = per_sequence(np.ones(len(values)), offsets)
-        _, low, high = bootstrap(lambda x, n: x / n, per_sequence(values, offsets), n, draws=500, seed=i)
-        covered += low <= 0 <= high
-        half = 1.96 * values.std() / np.sqrt(len(values))
-        naive += abs(values.mean()) <= half
-    assert 176 <= covered <= 199
-    assert naive < 150
+    return replace(empty, log_probs=score(model, empty)["log_probs"])
 
 
 def test_estimators_are_as_defined():
@@ -76,39 +57,167 @@ def test_estimators_are_as_defined():
     assert row.k3_ratio[0] == pytest.approx(row.k3[0] / (base - 1 - np.log(base)).mean())
 
 
-def test_scores_are_the_models_own_log_probs(rollouts):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_the_models_own_log_probs(rollouts, layout):
     model = tiny("qwen3").eval()
-    scores = gap.score(model, rollouts, batch_tokens=1)
+    scores = score(model, rollouts, layout, batch_tokens=60)["log_probs"]
     for i in range(len(rollouts)):
         ids = rollouts.sequence(i)
         log_probs = model(ids[None]).logits[0].float().log_softmax(-1)
         expected = torch.stack([log_probs[t - 1, ids[t]] for t in range(4, len(ids))])
         start, end = rollouts.response_offsets[i : i + 2]
-        # the same forward, with an attention mask of ones: SDPA's masked kernel sums in another order, which moves logits
-        # by a bf16 step; half a step of a logit between 4 and 8 is 2^-6
-        assert torch.allclose(scores[start:end], expected, atol=2**-6, rtol=0)
+        # the same forward, with a mask: SDPA's masked kernel sums in another order, which moves logits by bf16 steps;
+        # half a step of a logit between 4 and 8 is 2^-6, and a block mask (packed) was seen to move one by two
+        assert torch.allclose(scores[start:end], expected, atol=2**-6 * (4 if layout == "packed" else 1), rtol=0)
     shifted = torch.roll(scores, 1)
     assert (shifted - scores).abs().max() > 0.1  # the tolerance above sees a one-token shift
 
 
+def test_packed_sequences_do_not_see_each_other(rollouts):
+    """The control for the layout: without position_ids the row is one long sequence, and scores move by far more."""
+    model = tiny("qwen3").eval()
+    apart = score(model, rollouts, "single")["log_probs"]
+
+    class Forgetful(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, position_ids=None, **inputs):
+            return self.inner(**inputs)
+
+    together = score(Forgetful(), rollouts, "packed")["log_probs"]
+    assert (together - apart).abs().max() > 0.1
+
+
+def trainer(checkpoint, rollouts, folder, progress=lambda arm, n: None):
+    return gap.Trainer(checkpoint, rollouts, folder, "eager", progress)
+
+
 def test_an_engine_that_is_the_aligned_trainer_has_no_gap_to_it(checkpoint, rollouts, tmp_path):
-    rows = gap.measure(checkpoint, rollouts, ["rope", "all"], "vllm_compiled", tmp_path, backend="eager")
-    none, rope, everything, itself = rows
-    assert [r.arm for r in rows] == ["none", "rope", "all", gap.SELF]
+    rows = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope", "all"], "vllm_compiled", list(gap.FLOORS))
+    none, rope, everything, *floors = rows
+    assert [r.arm for r in rows] == ["none", "rope", "all", *gap.FLOORS.values()]
     assert everything.k3 == (0, 0, 0) and everything.abs_max == 0 and everything.k3_ratio == (0, 0, 0)
     assert none.k3[0] > 0 and none.k3_ratio == (1, 1, 1) and none.k3_change == (0, 0, 0)
-    assert rope.k3[0] > 0 and itself.k3[0] < none.k3[0]
-    assert json.loads(json.dumps(gap.as_json(rows)))[0]["tokens"] == 102
+    assert rope.k3[0] > 0 and rope.kind == "gap"
+    assert all(row.kind == "floor" and row.k3[0] < none.k3[0] for row in floors)
+
+
+def test_the_exact_divergence_is_that_of_the_two_distributions(checkpoint, rollouts, tmp_path):
+    """The whole distributions of an engine that is the aligned trainer: zero to it, and to the unaligned one the sum over
+    the vocabulary by its definition."""
+    at = torch.arange(0, len(rollouts.log_probs), 5)
+    offsets = torch.from_numpy(rollouts.response_offsets)
+    aligned, plain = tiny("qwen3").eval(), tiny("qwen3").eval()
+    align(aligned, "all", engine="vllm_compiled", backend="eager")
+    owner = (torch.searchsorted(offsets, at, right=True) - 1).tolist()
+
+    def distribution(model, n):  # as Trainer scores them: the whole batch, right-padded
+        found = {}
+        score(Recorder(model, found), rollouts, whole=None)
+        i = owner[n]
+        return found[tuple(rollouts.sequence(i).tolist())][int(at[n] - offsets[i]) + int(rollouts.prompts[i]) - 1]
+
+    class Recorder(torch.nn.Module):
+        def __init__(self, inner, found):
+            super().__init__()
+            self.inner, self.found = inner, found
+
+        def forward(self, input_ids, attention_mask, **more):
+            out = self.inner(input_ids, attention_mask=attention_mask, **more)
+            for row, ids, mask in zip(out.logits, input_ids, attention_mask, strict=True):
+                self.found[tuple(ids[mask.bool()].tolist())] = row.float().log_softmax(-1)
+            return out
+
+    with torch.no_grad():
+        engine = torch.stack([distribution(aligned, n) for n in range(len(at))])
+        other = torch.stack([distribution(plain, n) for n in range(len(at))])
+    rollout.save(tmp_path / "next_tokens.safetensors", vars(NextTokens(at, engine)))
+    none, everything = gap.exact(trainer(checkpoint, rollouts, tmp_path), ["all"], "vllm_compiled")
+    assert everything.kl == (0, 0, 0) and everything.total_variation == (0, 0, 0) and everything.kl_ratio == (0, 0, 0)
+    p, q = engine.double(), other.double()
+    assert none.kl[0] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-9)
+    assert none.kl_reverse[0] == pytest.approx(float((q.exp() * (q - p)).sum(-1).mean()), rel=1e-9)
+    assert none.kl[0] > 0 and none.positions == len(at)
 
 
 def test_an_interrupted_measurement_resumes(checkpoint, rollouts, tmp_path):
-    first = gap.measure(checkpoint, rollouts, ["rope"], "vllm_compiled", tmp_path, backend="eager")
+    first = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope"], "vllm_compiled")
     scored = []
-    again = gap.measure(
-        checkpoint, rollouts, ["rope", "carry"], "vllm_compiled", tmp_path, "eager", lambda arm, n: scored.append(arm)
-    )
+    it = trainer(checkpoint, rollouts, tmp_path, lambda arm, n: scored.append(arm))
+    again = gap.measure(it, ["rope", "carry"], "vllm_compiled")
     assert set(scored) == {"carry"}
     assert again[:2] == first[:2]
+
+
+def test_arms_that_move_the_same_points_are_scored_once(checkpoint, rollouts, tmp_path):
+    scored = []
+    it = trainer(checkpoint, rollouts, tmp_path, lambda arm, n: scored.append(arm))
+    rows = gap.measure(it, ["all", "rope+swiglu+add_rms_norm+carry", "sum+normed", "add_rms_norm"], "vllm_compiled", [])
+    assert set(scored) == {"none", "all", "sum+normed"}
+    assert rows[1].k3 == rows[2].k3 != rows[3].k3 == rows[4].k3
+
+
+# ---- arms
+
+
+def test_every_subset_is_a_legal_value():
+    assert len({parse_plan(value).groups for value in arms.expand(["subsets"])}) == 15
+
+
+@pytest.mark.parametrize("engine", ["vllm_compiled", "vllm_compiled_split", "vllm_cpu"])
+def test_a_point_moves_itself_and_nothing_else(engine):
+    """At every site kind, the Rounding of a single point's arm is the trainer's but for that point."""
+    from verl_rounding_align.presets import get
+    from verl_rounding_align.regions import KINDS
+
+    for point in arms.POINTS:
+        found = arms.plan(point, get(engine))
+        for kind in KINDS:
+            before, after = get("hf_eager").points[kind], get(engine).points[kind]
+            want = (before - {point}) | (after & {point})
+            assert found.rounding(kind) is None if point not in before | after else found.rounding(kind).points == want
+    together = arms.plan("+".join(arms.POINTS), get(engine))
+    assert {k: r.points for k, r in together.roundings} == {k: get(engine).points[k] for k in KINDS}
+
+
+def test_an_unknown_arm_is_an_error_that_lists_the_legal_ones():
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--regions", "rope+silu"])
+    assert str(done.exception) == (
+        "regions='silu': choose from none, rope, swiglu, add_rms_norm, carry, paper, all, auto, qk_normed, qk_norm, cos_sin, "
+        "product, act, sum, normed, subsets (join with +)"
+    )
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--mode", "fast"])
+    assert str(done.exception) == "mode='fast': unknown mode 'fast'; choose from compiled, eager, both"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m"])
+    assert str(done.exception) == ("gap: --model and --out are needed; or a subcommand: score, report (see --help)")
+
+
+# ---- rollouts
+
+
+def test_the_common_prefix_ends_at_the_first_token_that_differs(rollouts):
+    other = replace(rollouts, tokens=rollouts.tokens.clone(), log_probs=rollouts.log_probs + 0.5)
+    start = int(rollouts.offsets[1])
+    other.tokens[start + 4] = (other.tokens[start + 4] + 1) % VOCAB  # the first response token of sequence 1
+    other.tokens[int(rollouts.offsets[2]) + 6] += 1  # the third of sequence 2
+    d, offsets, at = gap.common(rollouts, other)
+    lengths = np.diff(rollouts.response_offsets)
+    assert np.diff(offsets).tolist() == [lengths[0], 2, *lengths[3:]]
+    assert d == pytest.approx(np.full(len(at), -0.5), abs=1e-6)
+    assert at[lengths[0]] == rollouts.response_offsets[2]
+
+
+def test_the_engine_against_itself_is_a_floor(checkpoint, rollouts, tmp_path):
+    rollouts.save(tmp_path)
+    rollout.save(tmp_path / "prefill.safetensors", {"log_probs": rollouts.log_probs + 0.01})
+    replace(rollouts, log_probs=rollouts.log_probs - 0.02).save(tmp_path / "scheduling")
+    rows = gap.measure(trainer(checkpoint, rollouts, tmp_path), [], "vllm_compiled", [])
+    prefill, scheduling = rows[1:]
+    assert (prefill.arm, scheduling.arm) == (gap.PREFILL_ROW, gap.VARIANTS["scheduling"][0])
+    assert prefill.k1[0] == pytest.approx(-0.01, rel=1e-3) and scheduling.k1[0] == pytest.approx(0.02, rel=1e-3)
+    assert {prefill.kind, scheduling.kind} == {"floor"}
 
 
 def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(rollouts, tmp_path):
@@ -132,7 +241,107 @@ def test_arrays_that_do_not_fit_are_an_error(rollouts, tmp_path):
         Rollouts.load(tmp_path)
 
 
-def test_every_subset_is_a_legal_value():
-    from verl_rounding_align import parse_plan
+# ---- the report
 
-    assert len({parse_plan(value).groups for value in gap.every_subset()}) == 15
+
+@pytest.fixture(scope="module")
+def measured(checkpoint, rollouts, tmp_path_factory):
+    """A folder as ``gap --mode both`` leaves it, but for the engine: the compiled one is the aligned trainer, the eager one
+    the unaligned trainer with another bf16 rounding of one log-prob in ten."""
+    out = tmp_path_factory.mktemp("gap")
+    versions = {"vllm": "0.30.0"}
+    plain = score(tiny("qwen3").eval(), rollouts)["log_probs"]
+    noisy = torch.where(torch.arange(len(plain)) % 10 == 0, plain.bfloat16().float(), plain)
+    for mode, log_probs in (("compiled", rollouts.log_probs), ("eager", noisy)):
+        meta = {"model": checkpoint, "response_tokens": 102, "versions": versions, "temperature": 1.0}
+        replace(rollouts, log_probs=log_probs, meta=meta).save(out / mode)
+    at = torch.arange(0, 102, 5)
+    noise = torch.randn(len(at), VOCAB, generator=torch.Generator().manual_seed(0))
+    rollout.save(out / "compiled" / "next_tokens.safetensors", vars(NextTokens(at, noise.log_softmax(-1))))
+    done = CliRunner().invoke(
+        cli.app, ["gap", "score", str(out), "--regions", "all,subsets", "--backend", "eager"], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    return out, done.output
+
+
+def schema(name: str) -> dict:
+    return json.loads((resources.files(gap.__package__) / f"{name}.schema.json").read_text())
+
+
+def test_the_json_is_as_its_schema_says(measured):
+    found = json.loads((measured[0] / "gap.json").read_text())
+    jsonschema.validate(found, schema("gap"))
+    assert found["schema_version"] == run_gap.VERSION
+    for broken in ({**found, "modes": {}}, {**found, "schema_version": 99}, {**found, "device": 3}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema("gap"))
+    del found["modes"]["compiled"]["rows"][0]["k3"]
+    with pytest.raises(jsonschema.ValidationError, match="'k3' is a required property"):
+        jsonschema.validate(found, schema("gap"))
+
+
+def test_kept_rollouts_are_scored_again_without_an_engine(measured):
+    found = json.loads((measured[0] / "gap.json").read_text())
+    compiled, eager = (found["modes"][mode] for mode in ("compiled", "eager"))
+    assert (compiled["preset"], eager["preset"]) == ("vllm_compiled", "vllm_cpu")
+    assert {r["arm"]: r["k3"][0] for r in compiled["rows"]}["all"] == 0
+    assert "vLLM compiled" in measured[1] and "Noise floor" in measured[1]
+
+
+def test_two_by_two_crosses_engines_and_trainers(measured):
+    modes = json.loads((measured[0] / "gap.json").read_text())["modes"]
+    table = gap_report.two_by_two(modes)
+    assert table.columns == ("vLLM", "trainer unaligned", "trainer aligned to compiled", "trainer aligned to eager")
+    k3 = {row[0]: [float(cell.split()[0]) for cell in row[1:]] for row in table.rows}
+    assert k3["compiled"][1] == 0 < min(k3["compiled"][0], k3["compiled"][2])  # the compiled engine is that trainer
+    assert k3["eager"][0] < k3["eager"][1]  # aligned to the wrong engine is worse than unaligned
+    assert gap_report.two_by_two({"compiled": modes["compiled"]}) is None
+
+
+def test_a_report_is_one_page_with_every_table_and_picture(measured):
+    out, _ = measured
+    assert CliRunner().invoke(cli.app, ["attribute", str(out)], catch_exceptions=False).exit_code == 0
+    done = CliRunner().invoke(cli.app, ["gap", "report", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0
+    page, text = (out / "report.html").read_text(), (out / "report.md").read_text()
+    for section in gap_report.sections(out):
+        assert section.title in page and section.title in text
+        for figure in section.figures:
+            assert f"report.{figure.name}.svg" in text and (out / f"report.{figure.name}.svg").exists()
+    assert page.count("<img ") == text.count("![") >= 8
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # self-contained
+    titles = [section.title for section in gap_report.sections(out)]
+    assert titles[0].startswith("Two by two") and any(t.startswith("Exact KL") for t in titles)
+    assert any(t.startswith("Attribution") for t in titles)
+
+
+def test_attribution_over_points_takes_the_same_scores(measured):
+    """Groups are sets of points: rope's three are one player of this model whichever way they are named."""
+    out, _ = measured
+    wanted = "rope,swiglu,add_rms_norm,carry"
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", wanted], catch_exceptions=False)
+    assert done.exit_code == 0
+    found = json.loads((out / "attribution.json").read_text())
+    jsonschema.validate(found, schema("attribution"))
+    modes = found["modes"]["compiled"]
+    assert sum(p["value"][0] for p in modes["players"]) == pytest.approx(modes["whole"]["value"][0], rel=1e-12)
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "act,carry"], catch_exceptions=False)
+    assert {
+        p["players"][0] for p in json.loads((out / "attribution.json").read_text())["modes"]["compiled"]["players"]
+    } == {
+        "act",
+        "carry",
+    }
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "silu"])
+    assert str(done.exception) == (
+        "players='silu': choose from rope, swiglu, add_rms_norm, carry, qk_normed, qk_norm, cos_sin, product, act, sum, normed"
+    )
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "sum,normed"])
+    assert "no k3 for 2 of 4 sets, sum first" in str(done.exception)
+    assert str(done.exception).endswith(f"run `verl-rounding-align gap --out {out} --regions subsets:sum:normed ...`")
+
+
+def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
+    done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path)])
+    assert str(done.exception) == f"{tmp_path}: no gap.json; run `verl-rounding-align gap --out {tmp_path} ...`"

@@ -177,8 +177,28 @@ def dump_section(payload: Mapping) -> Section:
     return Section("Mismatch of the dump", [columns[i] for i in keep], [[c[i] for i in keep] for c in cells], note)
 
 
+def landing(found: Mapping) -> list[Section]:
+    """Return the section of ``landing.json``."""
+    cells = []
+    for r in found["rows"]:
+        low, high = min(r["scores"]), max(r["scores"])
+        stored = r["point"]
+        cells.append((r["quantity"], stored, f"{r['score']:.2g}", f"{low:.2g} to {high:.2g}", f"{r['floor']:.2g}"))
+    kinds = {}
+    for r in found["rows"]:  # one quantity of each kind, the widest spread of them
+        kinds[r["kind"]] = max(r, kinds.get(r["kind"], r), key=lambda x: x["score"])
+    histograms = {f"{r['quantity']}, layer {r['pictured']}": r["histogram"] for r in kinds.values()}
+    note = (
+        f"{found['tokens']:,} tokens of {found['text']} in windows of {found['window']}. 0: values land evenly between two "
+        "neighbouring bf16 numbers, 1: all on one spot. The floor is what as many independent, even values would score."
+    )
+    title = "Landing score: how unevenly values land before they are rounded"
+    columns = ("quantity", "stored by", "score, median layer", "lowest to highest layer", "floor")
+    return [Section(title, columns, cells, note, [pictures.landing(histograms, "Where values land")])]
+
+
 # file in the folder -> what makes its sections
-PARTS = {"gap.json": _gap_sections, "attribution.json": attribution}
+PARTS = {"gap.json": _gap_sections, "attribution.json": attribution, "landing.json": landing}
 
 
 def sections(folder: Path) -> list[Section]:
