@@ -113,22 +113,22 @@ def test_a_set_that_was_not_measured_is_named():
 def measured(tmp_path):
     """A folder as ``gap --regions subsets`` leaves it: every aligned group halves the distance to the engine."""
     import torch
-    from safetensors.torch import save_file
 
-    from verl_rounding_align.measure.rollout import Rollouts
+    from verl_rounding_align.measure.arms import points
+    from verl_rounding_align.measure.rollout import Rollouts, save
+    from verl_rounding_align.presets import get
 
-    lengths = torch.tensor([9, 12, 15, 11])
-    rollout = -torch.rand(int(lengths.sum()) - 16, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([9, 12, 15, 11, 8, 10, 14])
+    rollout = -torch.rand(int(lengths.sum()) - 28, generator=torch.Generator().manual_seed(0))
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.long)
-    Rollouts(tokens, offsets, torch.full((4,), 4), rollout, {"response_tokens": len(rollout)}).save(
-        tmp_path / "compiled"
-    )
+    out, meta = tmp_path / "compiled", {"response_tokens": len(rollout)}
+    Rollouts(tokens, offsets, torch.full((7,), 4), rollout, meta).save(out)
     for groups in coalitions(list(GROUPS)):
-        name = "+".join(g for g in GROUPS if g in groups)
-        arm = f"{name}.vllm_compiled" if name else "none.none"
-        file = tmp_path / "compiled" / f"trainer.{arm}.2048.safetensors"
-        save_file({"log_probs": rollout - 0.1 * 0.5 ** len(groups)}, file)
+        moved = "+".join(sorted(points("+".join(groups), get("vllm_compiled")))) if groups else ""
+        scores = {"log_probs": rollout - 0.1 * 0.5 ** len(groups)}
+        how = {"points": moved, "preset": "vllm_compiled" if groups else "none"}
+        save(out / f"trainer.{moved or 'none'}.{how['preset']}.batched.safetensors", scores, how)
     return tmp_path
 
 
@@ -136,17 +136,21 @@ def test_the_command_attributes_what_gap_has_kept(measured):
     done = CliRunner().invoke(cli.app, ["attribute", str(measured), "--json", str(measured / "a.json")])
     assert done.exit_code == 0, done.output
     found = json.loads((measured / "a.json").read_text())["modes"]["compiled"]
+    assert found == json.loads((measured / "attribution.json").read_text())["modes"]["compiled"]
     k3 = [np.expm1(-0.1 * 0.5**n) + 0.1 * 0.5**n for n in (0, 4)]
     assert found["whole"]["value"] == pytest.approx([k3[0] - k3[1]] * 3, rel=1e-4)
-    assert [row["share"] for row in found["groups"]] == pytest.approx([25] * 4, rel=1e-4)
-    assert "compiled, vllm_compiled: 31 tokens in 4 sequences" in done.output and "25 %" in done.output
+    assert [row["share"] for row in found["players"]] == pytest.approx([25] * 4, rel=1e-4)
+    assert "compiled, vllm_compiled" in done.output and "51 tokens in 7 sequences" in done.output
+    assert "25 %" in done.output
 
 
 def test_a_folder_without_every_subset_says_what_to_run(measured):
-    (measured / "compiled" / "trainer.rope+carry.vllm_compiled.2048.safetensors").unlink()
+    (
+        measured / "compiled" / "trainer.carry+cos_sin+product+qk_norm+qk_normed.vllm_compiled.batched.safetensors"
+    ).unlink()
     done = CliRunner().invoke(cli.app, ["attribute", str(measured)])
     assert str(done.exception) == (
-        f"{measured / 'compiled'}: no k3 for 1 of 16 sets of groups, carry+rope first; "
+        f"{measured / 'compiled'}, vllm_compiled: no k3 for 1 of 16 sets, carry+rope first; "
         f"run `verl-rounding-align gap --out {measured} --regions subsets ...`"
     )
 

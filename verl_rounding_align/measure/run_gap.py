@@ -240,10 +240,11 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | 
                 found[mode] = attribute.attribute(k3, tokens, players)
                 details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
             except ValueError as error:
-                failed.append((len(k3), f"{out / mode}, {preset}: {error}"))
+                failed.append((len(k3), f"{out / mode}, {preset}: {error}", mode))
     if not found and failed:  # the nearest miss
         asked = "subsets" if players == list(GROUPS) else ":".join(("subsets", *players))
         raise ValueError(f"{max(failed)[1]}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
+    report.show(*(f"not attributed: {why}" for _, why, mode in failed if mode not in found))
     if not found:
         raise ValueError(f"{out}: no rollouts of `verl-rounding-align gap` in it")
     payload = {"schema": "verl-rounding-align/attribution", "schema_version": VERSION}
