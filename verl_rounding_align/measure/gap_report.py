@@ -80,10 +80,12 @@ def _gap_sections(found: Mapping) -> list[Section]:
         title = f"vLLM {mode}, aligned to {m['preset']}"
         count = f"{gaps[0]['tokens']:,} tokens in {gaps[0]['sequences']} sequences"
         columns, cells = gap_table(gaps)
-        curves = {arm: p["positions"] for arm, p in m["pictures"].items() if p["positions"]}
+        order = [r["arm"] for r in m["rows"]]
+        drawn = dict(sorted(m["pictures"].items(), key=lambda item: order.index(item[0])))
+        curves = {arm: p["positions"] for arm, p in drawn.items() if p["positions"]}
         figures = [pictures.gap_by_arm([*gaps, *floors], title)]
         figures += [pictures.by_position(curves, title)] if curves else []
-        figures += [pictures.by_size({arm: p["sizes"] for arm, p in m["pictures"].items()}, title)]
+        figures += [pictures.by_size({arm: p["sizes"] for arm, p in drawn.items()}, title)]
         renamed = [report.Figure(f"{f.name}_{mode}", f.alt, f.svg) for f in figures]
         note = (
             f"{UNIT} ({count}); 95 % intervals, bootstrap-t over sequences. d = engine minus trainer log-prob; "

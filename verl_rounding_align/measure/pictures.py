@@ -9,6 +9,7 @@ from ..report import Figure
 
 COLOURS = ("#4c4c4c", "#d95f02", "#1b9e77", "#7570b3", "#a6761d", "#e7298a")  # told apart by colour-blind readers too
 FLOOR_COLOUR = "#9a9a9a"
+LANDING_TOP = 10.0  # density at which a histogram is cut; the picture says so
 
 
 def _svg(figure) -> str:
@@ -89,7 +90,7 @@ def by_position(curves: Mapping[str, Sequence[Mapping]], title: str) -> Figure:
 
 def by_size(counts: Mapping[str, Mapping], title: str) -> Figure:
     """Share of tokens in each quarter octave of |d|, engine below the trainer on the left, above on the right."""
-    figure, (left, right) = _axes(8, 3.4, columns=2, sharey=True)
+    figure, (left, right) = _axes(8, 4, columns=2, sharey=True)
     smallest, largest = 0, -99
     for (name, found), colour in zip(counts.items(), COLOURS, strict=False):
         total = sum(found["negative"]) + sum(found["positive"]) + found["zeros"]
@@ -111,25 +112,33 @@ def by_size(counts: Mapping[str, Mapping], title: str) -> Figure:
     left.invert_xaxis()
     left.set_ylabel("% of tokens, per quarter octave")
     left.set_title(title, loc="left", fontsize=11)
-    right.legend(frameon=False, fontsize=8, loc="upper right")
+    figure.legend(*right.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower left")
     return Figure("sizes", f"{title}: histogram of differences", _svg(figure))
 
 
 def landing(histograms: Mapping[str, Sequence[float]], title: str) -> Figure:
     """Where values of one layer land between two neighbouring bf16 numbers; 1 is an even spread."""
-    columns = len(histograms)
-    figure, axes = _axes(2.1 * columns, 2.6, columns=columns)
-    for ax, (name, counts) in zip([axes] if columns == 1 else axes, histograms.items(), strict=True):
+    from matplotlib.figure import Figure as Canvas
+
+    columns = min(5, len(histograms))
+    rows = -(-len(histograms) // columns)
+    figure = Canvas(figsize=(1.9 * columns, 0.9 + 1.7 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+    for ax in axes:
+        ax.set_axis_off()
+    for ax, (name, counts) in zip(figure.axes, histograms.items(), strict=False):
         mean = sum(counts) / len(counts)
-        ax.stairs(
-            [c / mean for c in counts], [i / len(counts) for i in range(len(counts) + 1)], color=COLOURS[2], fill=True
-        )
+        density = [c / mean for c in counts]
+        ax.set_axis_on()
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.stairs(density, [i / len(counts) for i in range(len(counts) + 1)], color=COLOURS[2], fill=True)
         ax.axhline(1, color="black", linewidth=0.8)
-        ax.set_title(name, fontsize=9)
-        ax.set_ylim(0, max(2.0, min(10.0, max(c / mean for c in counts) * 1.05)))
+        ax.set_title(name, fontsize=8)
+        ax.set_ylim(0, max(2.0, min(LANDING_TOP, max(density) * 1.05)))
         ax.set_xticks([0, 0.5, 1])
-    first = axes if columns == 1 else axes[0]
-    first.set_ylabel("density (1: even)")
+        if max(density) > LANDING_TOP:
+            ax.annotate(f"up to {max(density):.0f}", (0.97, 0.9), xycoords="axes fraction", ha="right", fontsize=7)
+    figure.supylabel("density (1: even)", fontsize=9)
     figure.supxlabel("position between two neighbouring bf16 numbers", fontsize=9)
     figure.suptitle(title, fontsize=11)
     return Figure("landing", f"{title}: landing histograms", _svg(figure))
