@@ -50,7 +50,7 @@ NAN = float("nan")
 def growth_evidence(blocks: np.ndarray) -> np.ndarray:
     """Return the largest M_s of the module's docstring, (...), for block medians (..., blocks), oldest first.
 
-    >>> float(growth_evidence(np.arange(9.0))) > GROWTH, float(growth_evidence(-np.arange(9.0))) <= 1
+    >>> float(growth_evidence(np.arange(10.0))) > GROWTH, float(growth_evidence(-np.arange(10.0))) <= 1
     (True, True)
     """
     size = blocks.shape[-1]
@@ -152,7 +152,9 @@ class Detector:
             trend = tuple(math.expm1(min(100 * b, 700)) for b in found)
         if warning == "rising":
             one, low, high = (1 + value for value in trend)
-            warning = f"rising with probability above 0.99: x{one:.2f} per 100 steps (95 % interval {low:.2f} to {high:.2f})"
+            warning = (
+                f"rising with probability above 0.99: x{one:.2f} per 100 steps (95 % interval {low:.2f} to {high:.2f})"
+            )
         return Reading(*trend, int(self.alarm is not None), warning)
 
     def _look(self) -> str:
