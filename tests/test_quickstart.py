@@ -171,7 +171,9 @@ def run(out: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
 def test_grpo_aligned_to_what_the_engine_was_asked(quickstart, tmp_path):
     """Compiled vLLM rollouts, FSDP2 actor and reference: five add-norm, two RoPE and two SwiGLU sites in two layers. The
     driver probes vLLM, and the running workers say that they are what was probed."""
-    done = run(tmp_path, "--arms", "auto", "--steps", "3", VERL_ROUNDING_ALIGN_CACHE=str(tmp_path / "kept"))
+    dump = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
+    kept = str(tmp_path / "kept")
+    done = run(tmp_path, "--arms", "auto", "--steps", "3", "--verl", dump, VERL_ROUNDING_ALIGN_CACHE=kept)
     assert done.returncode == 0, done.stderr[-3000:]
     (arm,) = json.loads((tmp_path / "summary.json").read_text())["arms"]
     assert arm["steps"] == 3 and arm["sites_actor"] == 9
@@ -190,6 +192,33 @@ def test_grpo_aligned_to_what_the_engine_was_asked(quickstart, tmp_path):
         # verl computes both in fp32 over the same tokens: rounding only, and k3 is a difference of numbers near 1
         assert row["rounding_align/mismatch_kl"] == pytest.approx(row["rollout_corr/kl"], abs=1e-6)
         assert row["rounding_align/mismatch_k3"] == pytest.approx(row["rollout_corr/k3_kl"], abs=1e-7)
+        check_dump(row, tmp_path / "rollouts" / f"{row['step']}.jsonl")
+        # a mismatch of 1e-6 moves no ratio by 20 %; three steps are too few for a trend, and that is not a failure
+        shares = [row[f"rounding_align/phantom_clip{side}"] for side in ("", "_positive", "_negative")]
+        assert shares == [0, 0, 0] and row["rounding_align/phantom_missing"] == 0
+        assert row["rounding_align/trend"] is None and row["rounding_align/alarm"] == 0  # verl logs NaN as null
+    assert "missing: " not in log and "rollout dump" not in log
+
+
+def check_dump(row: dict, file: Path) -> None:
+    """The log-probs of verl's rollout dump are the ones that the step's logged mismatch was computed from."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 128  # 16 prompts, 8 rollouts each
+    tokens = kl = k3 = swapped = 0
+    for line in lines:
+        assert {"input", "output", "score", "uid"} <= set(line) and line["step"] == row["step"]
+        assert line["prompt_length"] > 0 and len(line["response_ids"]) == len(line["advantages"]) <= 8
+        columns = (line["trainer_log_probs"], line["rollout_log_probs"], line["response_mask"])
+        for trainer, rollout, counts in zip(*columns, strict=True):
+            if counts:
+                d = rollout - trainer
+                tokens, kl, k3, swapped = tokens + 1, kl + d, k3 + math.expm1(-d) + d, swapped + math.expm1(d) - d
+    assert tokens == row["rounding_align/tokens"] > 0
+    # the same fp32 numbers, summed in fp64 in another order: 1e-9 is far below one fp32 rounding (6e-8)
+    assert k3 / tokens == pytest.approx(row["rounding_align/mismatch_k3"], rel=1e-9)
+    assert kl / tokens == pytest.approx(row["rounding_align/mismatch_kl"], rel=1e-9, abs=1e-15)
+    assert swapped / tokens != pytest.approx(row["rounding_align/mismatch_k3"], rel=1e-9)  # control: who is who
+    assert len({round(line["advantages"][0], 6) for line in lines}) > 2
 
 
 @pytest.mark.slow

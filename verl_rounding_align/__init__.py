@@ -5,7 +5,8 @@ Layers, each importing only from those above it:
     rounding.py      a rounding point: stored in the model dtype, or kept in fp32
     families.py      Hugging Face model families as data
     fingerprint.py   everything of an engine that moves its rounding, as one value
-    metrics.py       mismatch estimators: pure tensor functions
+    metrics.py       mismatch estimators, phantom clipping: pure tensor functions
+    trend.py         is a series over training steps growing, or has it jumped: an alarm with an error rate
     report.py        rows to a terminal, JSON
     regions/         the fused regions' maths, once, with named rounding points
     backend.py       how a region function runs: op by op, or compiled with its points kept

@@ -123,8 +123,8 @@ def read_metrics(path: Path) -> list[dict]:
     return [{"step": row["step"], **row["data"]} for row in map(json.loads, complete.splitlines())]
 
 
-def train(arm: str, steps: int, folder: Path, assets: Path, on_step=lambda row: None) -> list[dict]:
-    """Run verl's trainer in a process of its own and return its metrics, one row per step.
+def train(arm: str, steps: int, folder: Path, assets: Path, on_step=lambda row: None, more=()) -> list[dict]:
+    """Run verl's trainer in a process of its own, with `more` overrides, and return its metrics, one row per step.
 
     Raises:
         RuntimeError: if the trainer fails, hangs, or logs another number of steps.
@@ -132,7 +132,7 @@ def train(arm: str, steps: int, folder: Path, assets: Path, on_step=lambda row: 
     folder.mkdir(parents=True, exist_ok=True)
     metrics, log = folder / "metrics.jsonl", folder / "train.log"
     metrics.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(arm, steps, assets)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(arm, steps, assets), *more]
     with log.open("w") as output:
         run = subprocess.Popen(
             command, cwd=folder, env=environment(metrics), stdout=output, stderr=output, start_new_session=True
@@ -302,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--arms", default=",".join(ARMS), help="values of rounding_align, comma-separated")
     parser.add_argument("--steps", type=int, default=STEPS, help="GRPO steps per arm")
+    parser.add_argument("--verl", action="append", default=[], help="one more override for verl, KEY=VALUE")
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "outputs" / "quickstart")
     args = parser.parse_args()
     arms, out = args.arms.split(","), args.out.resolve()
@@ -333,7 +334,7 @@ def main() -> None:
                 reward, mismatch = row["critic/rewards/mean"], row["rounding_align/mismatch_k3"]
                 progress.update(task, completed=row["step"], state=f"reward {reward:.3f}, mismatch_k3 {mismatch:.1e}")
 
-            rows[arm] = train(arm, args.steps, out / arm, assets, show)
+            rows[arm] = train(arm, args.steps, out / arm, assets, show, args.verl)
             summaries.append(summarise(arm, proof(arm, out / arm / "train.log"), rows[arm]))
     write(summaries, rows, time.monotonic() - start, out)
 

@@ -2,7 +2,8 @@
 
     driver      `validate_config` checks the key, names the engine's preset, writes both back into the config
     worker      `ActorRolloutRefWorker.init_model` gives the key's plans to an engine subclass that aligns the module
-    TaskRunner  `PPOTrainer` reads from every worker what it has patched and logs it; mismatch metrics join verl's own
+    TaskRunner  `PPOTrainer` reads from every worker what it has patched and logs it; mismatch metrics, phantom clipping
+                and the trend alarm join verl's own metrics, log-probs join verl's rollout dump
 
 Each part waits for verl's module (`HOOKS`) and does nothing in a run without the key, except for the mismatch metrics.
 Nothing is skipped silently: a worker without these hooks meets a key that verl rejects; an aligned engine refuses to
@@ -26,6 +27,8 @@ VERL = ("0.9", "0.10")  # releases [low, high) whose extension points are these
 VERL_TESTED = "0.9.1"
 ENGINE_TIMEOUT = 120  # seconds that an engine has to say what it is
 EVERY_GROUP = ("rope", "swiglu", "add_rms_norm", "carry")
+CLIPPED = ("vanilla", "clip_cov")  # policy losses that clip a token's ratio to a range: the others have no such range
+HISTORY = "rounding_align_trend.json"  # beside verl's checkpoints
 
 # engine_kwargs.vllm fields that move vLLM's rounding -> values that leave it where the presets have it
 _SAFE_ENGINE_KWARGS = {
@@ -628,6 +631,9 @@ class _Trainer:
     metrics = True
     verified = False
     said: set[str] = set()
+    detector = None  # trend.Detector of this run's mismatch_k3
+    history: str | None = None  # file that keeps its state for a resume
+    columns: dict | None = None  # while verl dumps rollouts: key of a sequence -> what joins its line
 
 
 def sites(trainer) -> dict[str, int]:
@@ -772,6 +778,8 @@ def _on_trainer(module) -> None:
         def fit(self, *args, **kwargs):
             if aligned(self):  # the engines are up, no step has run
                 _Trainer.verified = check_engines(self)
+            if _Trainer.metrics:
+                _begin_trend(self)
             return original(self, *args, **kwargs)
 
         return fit
@@ -781,7 +789,8 @@ def _on_trainer(module) -> None:
 
         def _compute_metrics(self, *args, **kwargs):
             result = original(self, *args, **kwargs)
-            metrics = parameters.bind(self, *args, **kwargs).arguments["metrics"]
+            given = parameters.bind(self, *args, **kwargs).arguments
+            metrics = given["metrics"]
             if asked(self):
                 metrics.update({f"{KEY}/sites_{role}": n for role, n in sites(self).items()})
             if aligned(self):
@@ -789,13 +798,42 @@ def _on_trainer(module) -> None:
             if _Trainer.metrics and f"{KEY}/tokens" not in metrics:
                 reason = _metrics_obstacle(self.config) or "verl has not compared log-probs in this step"
                 metrics.update(_mismatch_metrics(reason=reason))
+            if _Trainer.metrics:
+                metrics.update(_phantom_metrics(module, self.config, given["batch"]))
+                metrics.update(_trend_metrics(given["global_steps"], metrics.get(f"{KEY}/mismatch_k3", float("nan"))))
             return result
 
         return _compute_metrics
 
+    def make_log(original):
+        parameters = inspect.signature(original)
+
+        def _log_rollout_data(self, *args, **kwargs):
+            batch = parameters.bind(self, *args, **kwargs).arguments["batch"]
+            _Trainer.columns = _dump_columns(module, self.config, batch) if _Trainer.metrics else None
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                _Trainer.columns = None
+
+        return _log_rollout_data
+
+    def make_dump(original):
+        parameters = inspect.signature(original)
+
+        def _dump_generations(self, *args, **kwargs):
+            given = parameters.bind(self, *args, **kwargs)
+            if _Trainer.columns is not None:
+                given.arguments["reward_extra_infos_dict"] = _with_columns(given.arguments["reward_extra_infos_dict"])
+            return original(*given.args, **given.kwargs)
+
+        return _dump_generations
+
     _wrap(trainer_cls, "_setup", make_setup)
     _wrap(trainer_cls, "fit", make_fit)
     _wrap(trainer_cls, "_compute_metrics", make_metrics)
+    _wrap(trainer_cls, "_log_rollout_data", make_log)
+    _wrap(trainer_cls, "_dump_generations", make_dump)
 
 
 def _mismatch_metrics(batch=None, reason: str = "") -> dict[str, float]:
@@ -811,10 +849,161 @@ def _mismatch_metrics(batch=None, reason: str = "") -> dict[str, float]:
             found = mismatch(batch["old_log_probs"], batch["rollout_log_probs"], mask[:, -responses:])
     except Exception as error:  # a metric must not stop a training run
         found = Mismatch(missing=f"{type(error).__name__}: {error}")
-    if found.missing and found.missing not in _Trainer.said:
-        _Trainer.said.add(found.missing)
-        print(f"rounding_align: mismatch metrics missing: {found.missing}", flush=True)
+    if found.missing:
+        _say(f"mismatch metrics missing: {found.missing}")
     return {f"{KEY}/{name}": value for name, value in found.values().items()}
+
+
+def _say(line: str) -> None:
+    """Print a line once in a run."""
+    if line not in _Trainer.said:
+        _Trainer.said.add(line)
+        print(f"rounding_align: {line}", flush=True)
+
+
+def _clip_range(config) -> tuple[float, float]:
+    """Return verl's (clip_ratio_low, clip_ratio_high), each falling back to clip_ratio as verl's losses do.
+
+    Raises:
+        ValueError: the policy loss has no range for a token's ratio.
+    """
+    actor = config.actor_rollout_ref.actor
+    loss = (actor.get("policy_loss") or {}).get("loss_mode", "vanilla")
+    if loss not in CLIPPED:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss!r} has no clip range for a token's ratio "
+            f"({', '.join(CLIPPED)} have)"
+        )
+    sides = (actor.get("clip_ratio_low"), actor.get("clip_ratio_high"))
+    low, high = (actor.clip_ratio if side is None else side for side in sides)
+    return float(low), float(high)
+
+
+def _phantom_metrics(module, config, batch) -> dict[str, float]:
+    """Return phantom clipping of a step's batch; it reports a failure as missing and never raises.
+
+    Everything is read here, after the update and before verl empties its queue (the advantages do not exist yet where
+    verl compares log-probs): one transfer of four fields. The mask is the loss's: without what verl's rollout correction
+    has rejected.
+    """
+    from ..metrics import Phantom, phantom
+
+    try:
+        reason = _metrics_obstacle(config)
+        if reason:  # said for the mismatch metrics
+            return {f"{KEY}/{name}": value for name, value in Phantom(missing=reason).values().items()}
+        low, high = _clip_range(config)
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "advantages"]
+        data = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        data = data.to_padded_tensor()
+        advantages = data["advantages"] if "advantages" in data.keys() else None  # noqa: SIM118 - a TensorDict
+        found = phantom(*(data[name] for name in fields[:3]), advantages, low, high)
+    except Exception as error:  # a metric must not stop a training run
+        found = Phantom(missing=_brief(error))
+    if found.missing:
+        _say(f"phantom clipping missing: {found.missing}")
+    return {f"{KEY}/{name}": value for name, value in found.values().items()}
+
+
+def _begin_trend(trainer) -> None:
+    """Start the trend alarm, with the history of the run that this one resumes where there is one; never raises."""
+    from ..trend import Detector
+
+    _Trainer.detector, _Trainer.history = Detector(), None
+    step = getattr(trainer, "global_steps", 0)  # of the checkpoint that was loaded
+    try:
+        config = trainer.config.trainer
+        if config.get("save_freq", -1) > 0:
+            _Trainer.history = os.path.join(config.default_local_dir, HISTORY)
+        if step == 0:
+            return
+        folder = config.default_local_dir
+        if config.get("resume_mode") == "resume_path":
+            folder = os.path.dirname(config.resume_from_path.rstrip("/"))
+        file = os.path.join(folder, HISTORY)
+        with open(file) as f:
+            _Trainer.detector = Detector.restore(json.load(f), step)
+        _say(f"trend of mismatch_k3: resumed at step {step} with {len(_Trainer.detector.steps)} steps of {file}")
+    except Exception as error:
+        _say(f"trend of mismatch_k3: starts anew at step {step}, a jump at this resume cannot be seen: {_brief(error)}")
+
+
+def _trend_metrics(step: int, value: float) -> dict[str, float]:
+    """Take a step's mismatch_k3, warn once, keep the history; it reports a failure as missing and never raises."""
+    from ..trend import NAN, Detector, Reading
+
+    try:
+        if _Trainer.detector is None:
+            _Trainer.detector = Detector()
+        reading = _Trainer.detector.update(step, float(value))
+        if reading.warning:
+            _say(
+                f"WARNING: step {step}: mismatch_k3 {reading.warning}. To see where it comes from: `verl-rounding-align "
+                "triage` on a rollout dump (trainer.rollout_data_dir), `verl-rounding-align gap` on fixed weights"
+            )
+        found = reading.values()
+    except Exception as error:  # a metric must not stop a training run
+        _say(f"trend of mismatch_k3 missing: {_brief(error)}")
+        found = Reading(alarm=NAN).values()
+    try:
+        if _Trainer.history is not None and _Trainer.detector is not None:
+            _write_json(_Trainer.history, _Trainer.detector.state())
+    except Exception as error:
+        _say(f"trend of mismatch_k3: its history is not kept for a resume: {_brief(error)}")
+    return {f"{KEY}/{name}": number for name, number in found.items()}
+
+
+def _write_json(file: str, value) -> None:
+    """Write a JSON file whole or not at all."""
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+    with open(f"{file}.{os.getpid()}", "w") as f:
+        json.dump(value, f)
+    os.replace(f.name, file)
+
+
+def _dump_columns(module, config, batch) -> dict | None:
+    """Return key of a sequence -> {column: value} for verl's rollout dump; None, and why said once, where that fails.
+
+    The dump's schema, per line: `rollout_log_probs`, `trainer_log_probs` (floats, one a response token; the trainer's
+    before the update), `response_mask` (0 or 1; the loss's), `response_ids`, `prompt_length` (tokens), `advantages`. A
+    value that is not finite is written as Python's json writes it (NaN, Infinity).
+    """
+    try:
+        reason = _metrics_obstacle(config)
+        if reason:
+            raise ValueError(reason)
+        names = {
+            "rollout_log_probs": "rollout_log_probs",
+            "old_log_probs": "trainer_log_probs",
+            "response_mask": "response_mask",
+            "responses": "response_ids",
+            "advantages": "advantages",
+        }
+        fields = [*names, "prompts"]
+        data = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        rows = {name: [row.tolist() for row in data[field].unbind()] for field, name in names.items()}
+        rows["response_mask"] = [[int(flag) for flag in row] for row in rows["response_mask"]]
+        rows["prompt_length"] = [len(row) for row in data["prompts"].unbind()]
+        columns = {}
+        for i, key in enumerate(batch.keys):
+            columns[key] = {name: values[i] for name, values in rows.items()}
+            lengths = {name: len(columns[key][name]) for name in names.values()}
+            if len(set(lengths.values())) != 1:
+                raise ValueError(f"the fields of sequence {key} differ in length: {lengths}")
+        return columns
+    except Exception as error:
+        _say(f"no log-probs in verl's rollout dump: {_brief(error)}")
+        return None
+
+
+def _with_columns(infos: Mapping) -> Mapping:
+    """Return verl's columns of a rollout dump with this package's, or as they are where its rows are not known."""
+    unknown = [key for key in infos.get("uid", [None]) if key not in _Trainer.columns]
+    if unknown:
+        _say(f"no log-probs in verl's rollout dump: its rows are not the batch's sequences: {unknown[0]}")
+        return infos
+    rows = [_Trainer.columns[key] for key in infos["uid"]]
+    return {**infos, **{name: [row[name] for row in rows] for name in (rows[0] if rows else ())}}
 
 
 def _on_metrics(module) -> None:
