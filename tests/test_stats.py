@@ -58,6 +58,16 @@ def test_a_handful_of_sequences_has_no_interval():
     assert np.isfinite(intervals([(x, n)])[0]).all()
 
 
+def test_a_spread_that_one_sequence_makes_has_no_interval():
+    """A third of the draws misses that sequence: nothing can be said. With ten such sequences, something can."""
+    n = np.ones(40)
+    one, ten = np.zeros(40), np.zeros(40)
+    one[3], ten[:10] = 1.0, np.linspace(1, 2, 10)
+    (_, low, high), (_, a, b) = intervals([(one, n), (ten, n)])
+    assert np.isnan(low) and np.isnan(high)
+    assert 0 < a < ten.mean() < b
+
+
 def test_many_sequences_are_summed_in_groups_with_the_same_interval(monkeypatch):
     """Groups of independent sequences are independent: the interval's width is the same but for its own noise. The
     standard error from G groups has a relative spread of sqrt(1 / 2 G), 5 % for 200; three of them are allowed."""

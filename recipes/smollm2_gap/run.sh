@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Set-up, then the gap of SmolLM2-135M between compiled vLLM and the trainer, unaligned and aligned. Options go to
-# `verl-rounding-align gap` (--tokens, --mode, --regions ...).
+# Set-up, then a full report on SmolLM2-135M: the gap between vLLM (compiled, eager) and the trainer (unaligned, aligned,
+# every subset of the groups), noise floors, exact KL, attribution, landing score and triage. An interrupted run resumes.
+# Options go to `verl-rounding-align gap`, e.g. --tokens 3000 --mode compiled --regions all --full-vocab 0.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bash ci/setup.sh
-.venv/bin/python recipes/smollm2_gap/get_model.py .cache/smollm2-135m
-exec .venv/bin/verl-rounding-align gap --model .cache/smollm2-135m --out outputs/smollm2_gap "$@"
+model=.cache/smollm2-135m out=outputs/smollm2_gap
+.venv/bin/python recipes/smollm2_gap/get_model.py "$model"
+if [ $# -eq 0 ]; then
+  set -- --mode both --engine auto --tokens 15000 --full-vocab 512 --regions rope,swiglu,add_rms_norm,carry,paper,all,subsets
+fi
+.venv/bin/verl-rounding-align gap --model "$model" --out "$out" "$@"
+case " $* " in *subsets*) .venv/bin/verl-rounding-align attribute "$out" ;; esac
+.venv/bin/verl-rounding-align landing --model "$model" --json "$out/landing.json"
+.venv/bin/verl-rounding-align gap report "$out"

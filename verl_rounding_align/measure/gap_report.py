@@ -4,6 +4,7 @@ that :mod:`report` renders to a terminal, to Markdown and to one HTML page. A se
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,16 +15,19 @@ from . import pictures
 UNIT = "1e-4 nats per token"
 
 
-def interval(x, scale: float = 1.0, digits: int = 2) -> str:
-    """Return an interval as text; bounds that JSON has as null (too few sequences) are left out.
+def interval(x, scale: float = 1.0) -> str:
+    """Return an interval as text, with as many digits as two of its width; without bounds where there are none.
 
-    >>> interval((0.5, 0.25, 0.75), 10), interval((0.5, None, None))
-    ('5.00 [2.50, 7.50]', '0.50')
+    >>> interval((0.51234, 0.4, 0.6), 10), interval((0.5, None, None)), interval((1, 1, 1)), interval((1e-7, 9e-8, 2e-7))
+    ('5.1 [4.0, 6.0]', '0.5', '1', '0.00000010 [0.00000009, 0.00000020]')
     """
     if x is None:
         return ""
-    value, low, high = (None if v is None or v != v else f"{v * scale:.{digits}f}" for v in x)
-    return f"{value} [{low}, {high}]" if low else str(value)
+    value, low, high = (None if v is None or v != v else v * scale for v in x)
+    if low is None or high is None or low == high:
+        return f"{value:.3g}"
+    digits = min(9, max(0, 1 - math.floor(math.log10(high - low))))
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def gap_table(rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -38,9 +42,9 @@ def gap_table(rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
                 interval(r["k1"], 1e4),
                 interval(r["k3"], 1e4),
                 interval(r["k3_change"], 1e4) if other and r["kind"] == "gap" else "",
-                interval(r["k3_ratio"], 1, 3) if other else "",
-                interval(r["abs_mean"], 1e4, 1),
-                f"{1e4 * r['abs_max']:.0f}",
+                interval(r["k3_ratio"]) if other else "",
+                interval(r["abs_mean"], 1e4),
+                f"{1e4 * r['abs_max']:.3g}",
                 f"{r['tokens']:,}",
             )
         )
@@ -121,9 +125,9 @@ def _exact_section(mode: str, rows) -> Section:
             (
                 r["arm"],
                 interval(r["kl"], 1e4),
-                interval(r["kl_ratio"], 1, 3) if r["arm"] != "none" else "",
+                interval(r["kl_ratio"]) if r["arm"] != "none" else "",
                 interval(r["kl_reverse"], 1e4),
-                interval(r["total_variation"], 1e4, 1),
+                interval(r["total_variation"], 1e4),
                 interval(r["k3"], 1e4),
                 interval(r["k1"], 1e4),
                 *times,
@@ -148,7 +152,7 @@ def attribution(found: Mapping) -> list[Section]:
 
         def cells(name: str, row: Mapping) -> tuple[str, str, str]:
             share = "" if row["share"] is None else f"{row['share']:.0f} %"
-            return name, interval(row["value"], 1e4, 3), share
+            return name, interval(row["value"], 1e4), share
 
         lines = [cells(row["players"][0], row) for row in m["players"]]
         lines.append(cells("all of them", m["whole"]))

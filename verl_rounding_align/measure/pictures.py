@@ -35,7 +35,7 @@ def _bars(ax, names: Sequence[str], values: Sequence[Sequence[float]], colours: 
     """Draw values with their intervals, first on top."""
     for y, ((value, low, high), colour) in enumerate(zip(values, colours, strict=True)):
         ax.barh(y, value * scale, color=colour, height=0.6)
-        if low is not None:
+        if low is not None and high is not None:
             ax.plot([low * scale, high * scale], [y, y], color="black", linewidth=1.5)
         ax.annotate(
             f" {value * scale:.2f}",

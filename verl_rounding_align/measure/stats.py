@@ -19,6 +19,8 @@ import numpy as np
 DRAWS = 2000
 CLUSTERS = 4096  # more sequences than these are summed in groups, which are independent too
 FEWEST = 6  # sequences; below, no interval is given
+LEAN = 0.1  # a draw whose standard error is this share of the data's says nothing
+LEAN_DRAWS = 0.01  # with more such draws, a few sequences are all there is: no interval is given
 
 Interval = tuple[float, float, float]
 
@@ -31,7 +33,9 @@ def per_sequence(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def intervals(
     ratios: Sequence[tuple[np.ndarray, np.ndarray]], draws: int = DRAWS, seed: int = 0, level: float = 0.95
 ) -> list[Interval]:
-    """Return (value, low, high) of each ratio of sums; low and high are NaN with fewer than ``FEWEST`` sequences.
+    """Return (value, low, high) of each ratio of sums; low and high are NaN where too few sequences make the difference.
+
+    Too few are fewer than ``FEWEST``, or so few with a part in the spread that a draw often misses them all (``LEAN``).
 
     Args:
         ratios: (x, n) per-sequence sums, each (sequences,) fp64; all of the same sequences. n sums to more than zero.
@@ -52,7 +56,8 @@ def intervals(
     scale = np.abs(table[::2]).sum(1)
     still = np.abs(m).sum(1) <= 1e-12 * scale  # the two columns are proportional: there is nothing to vary
     moments = np.concatenate([m, size, m * m, m * size, size * size])
-    rng, chunk, t = np.random.default_rng(seed), max(1, 4_000_000 // n), []
+    se = np.sqrt((m * m).sum(1)) / size.sum(1)
+    rng, chunk, t, lean = np.random.default_rng(seed), max(1, 4_000_000 // n), [], np.zeros(len(values))
     with np.errstate(divide="ignore", invalid="ignore"):
         for start in range(0, draws, chunk):
             weights = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, draws - start)).astype(np.float64)
@@ -61,11 +66,12 @@ def intervals(
             shift = sm / sn
             spread = np.sqrt(np.maximum(smm - 2 * shift * smn + shift**2 * snn, 0)) / sn
             t.append(shift / spread)
+            lean += (spread < LEAN * se[:, None]).sum(1)
         t = np.concatenate(t, axis=1)
         t[np.isnan(t)] = 0.0  # a draw that neither moves nor spreads
-        se = np.sqrt((m * m).sum(1)) / size.sum(1)
         tail = (1 - level) / 2
         low, high = np.quantile(t, [tail, 1 - tail], axis=1)
         found = np.stack([values - high * se, values - low * se], axis=1)
+    found[lean > LEAN_DRAWS * draws] = np.nan
     found[still] = values[still, None]
     return [(float(v), float(a), float(b)) for v, (a, b) in zip(values, found, strict=True)]
