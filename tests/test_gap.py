@@ -18,9 +18,10 @@ from tiny import VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
 from verl_rounding_align import align, cli, parse_plan
-from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap
+from verl_rounding_align.measure import arms, gap, gap_report, rollout
 from verl_rounding_align.measure.rollout import NextTokens, Rollouts, make
 from verl_rounding_align.measure.score import LAYOUTS, score
+from verl_rounding_align.measure.tally import VERSION, gap_row
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def rollouts():
 
 def test_estimators_are_as_defined():
     d = np.array([0.1, -0.2, 0.0, 0.3])
-    row = gap.gap_row("x", "y", d, 2 * d, np.array([0, 3, 4]))
+    row = gap_row("x", "y", d, 2 * d, np.array([0, 3, 4]))
     assert row.tokens == 4 and row.sequences == 2
     assert row.k1[0] == pytest.approx(0.05)
     ratio = np.exp(-d)  # trainer over rollout probability
@@ -272,7 +273,7 @@ def schema(name: str) -> dict:
 def test_the_json_is_as_its_schema_says(measured):
     found = json.loads((measured[0] / "gap.json").read_text())
     jsonschema.validate(found, schema("gap"))
-    assert found["schema_version"] == run_gap.VERSION
+    assert found["schema_version"] == VERSION
     for broken in ({**found, "modes": {}}, {**found, "schema_version": 99}, {**found, "device": 3}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(broken, schema("gap"))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from verl_rounding_align import cli
-from verl_rounding_align.measure import gap, pairs
+from verl_rounding_align.measure import pairs
+from verl_rounding_align.measure import tally as tallies
 from verl_rounding_align.measure.pairs import Pairs
 
 
@@ -69,12 +70,12 @@ def test_reading_streams(tmp_path):
 
 def test_the_summary_of_chunks_is_the_summary_of_the_whole(tmp_path):
     valid = some(200).valid()
-    one = gap.Tally().add(valid.rollout - valid.trainer, valid.offsets)
-    many = gap.Tally()
+    one = tallies.Tally().add(valid.rollout - valid.trainer, valid.offsets)
+    many = tallies.Tally()
     for at in range(0, len(valid), 7):
         part = valid.select(list(range(at, min(at + 7, len(valid)))))
         many.add(part.rollout - part.trainer, part.offsets)
-    rows = [vars(gap.tally_row("x", "none", tally)) for tally in (one, many)]
+    rows = [vars(tallies.tally_row("x", "none", tally)) for tally in (one, many)]
     for name, value in rows[0].items():  # sums of the same numbers, in another order
         assert value == (
             pytest.approx(rows[1][name], rel=1e-12) if isinstance(value, (tuple, float)) else rows[1][name]

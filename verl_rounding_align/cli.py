@@ -263,12 +263,14 @@ def score(
     json: Json = None,
 ) -> None:
     """Without an engine: score the rollouts that `gap` has kept, or summarise log-probs that somebody else has dumped."""
-    from .measure import run_gap
-
     if any((source / mode / "rollouts.safetensors").exists() for mode in ("compiled", "eager")):
-        run_gap.rescore(source, model, regions.split(","), backend, engine, device)
+        from .measure.run_gap import rescore
+
+        rescore(source, model, regions.split(","), backend, engine, device)
     else:
-        run_gap.score_dump(source, Path(json) if json else None)
+        from .measure.score_dump import score_dump
+
+        score_dump(source, Path(json) if json else None)
 
 
 @gap_app.command("report")

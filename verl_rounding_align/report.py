@@ -143,6 +143,14 @@ def filled(text: str, name: str, content: str) -> str:
     return text
 
 
+def progress():
+    """Return a progress display with time passed and time left, on standard error."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
 def points(names) -> str:
     """Return a set of rounding points as text: ``{act}``, ``{}``."""
     return "{" + ", ".join(sorted(names)) + "}"

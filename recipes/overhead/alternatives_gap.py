@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from verl_rounding_align import align, report
 from verl_rounding_align.measure import gap, rollout
+from verl_rounding_align.measure.score import score
 from verl_rounding_align.report import table
 
 RESULTS = Path(__file__).parent / "results" / "alternatives_gap.json"
@@ -93,7 +94,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
 
     def difference(rollouts, variant) -> np.ndarray:
-        scores = gap.score(variant, rollouts, gap.BATCH_TOKENS)
+        scores = score(variant, rollouts)["log_probs"]
         return (rollouts.log_probs - scores).numpy().astype(np.float64)
 
     plain = rollout.make(args.out / "compiled", args.model, prompts, args.tokens, eager=False)

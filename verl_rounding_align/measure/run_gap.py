@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from safetensors.torch import load_file
 
 from .. import report
@@ -25,14 +25,10 @@ from ..regions import GROUPS
 from . import attribute, gap, gap_report, pairs, rollout
 from .arms import NONE, POINTS, expand, moved, plan
 from .stats import per_sequence
+from .tally import VERSION, Tally, k3_terms
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
-VERSION = 1  # of the JSON's schema
 NOISE_TOKENS = 8_000  # response tokens of an engine's variant that is compared with the engine
-
-
-def _progress() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 
 
 def _advance(progress: Progress, total: int):
@@ -96,7 +92,7 @@ def run_gap(
     options = {} if temperature == 1.0 else {"temperature": temperature}
     for name in presets:
         folder, eager = out / name, name == "eager"
-        with _progress() as progress:
+        with report.progress() as progress:
             task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=None)
             made = rollout.make(folder, model, lines, tokens, eager, extras, **options)
             total = int(made.response_offsets[-1])
@@ -142,7 +138,7 @@ def _measure(
     modes = {}
     for name, preset in presets.items():
         rollouts = rollout.Rollouts.load(out / name)
-        with _progress() as progress:
+        with report.progress() as progress:
             advance = _advance(progress, len(rollouts.log_probs))
             trainer = gap.Trainer(model, rollouts, out / name, backend, advance)
             rows = gap.measure(trainer, arms, preset, floors)
@@ -156,11 +152,11 @@ def _measure(
             base = trainer.scores(NONE, preset)["log_probs"]
             for arm in shown:
                 d = rolled - trainer.scores(arm, preset)["log_probs"]
-                tally = gap.Tally().add(d, rollouts.response_offsets)
+                tally = Tally().add(d, rollouts.response_offsets)
                 pictures[arm] = dict(positions=tally.by_position(), sizes=tally.by_size())
             if "single" in floors:
                 d = trainer.scores(NONE, preset, "single")["log_probs"] - base
-                tally = gap.Tally().add(d, rollouts.response_offsets)
+                tally = Tally().add(d, rollouts.response_offsets)
                 pictures[gap.FLOORS["single"]] = dict(positions=tally.by_position(), sizes=tally.by_size())
         modes[name] = dict(
             preset=preset.name,
@@ -176,36 +172,6 @@ def _measure(
     report.show(*(section.table() for section in gap_report.sections(out)))
     report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return payload
-
-
-def score_dump(source: Path, json: Path | None = None) -> gap.GapRow:
-    """Summarise log-probs that somebody else has dumped, streamed; see :mod:`pairs` for the schema.
-
-    Raises:
-        ValueError: no dump, or nothing in it to compare.
-    """
-    tally, left_out, masked = gap.Tally(), 0, 0
-    with _progress() as progress:
-        task = progress.add_task(f"reads {source}", total=None)
-        for part in pairs.read(source):
-            valid = part.valid()
-            tally.add(valid.rollout - valid.trainer, valid.offsets)
-            left_out += part.missing
-            masked += int((~part.mask).sum())
-            progress.update(task, description=f"reads {source}: {tally.tokens:,} tokens")
-        progress.update(task, total=1, completed=1)
-    if not tally.tokens:
-        raise ValueError(
-            f"{source}: not one token that counts has two finite log-probs ({left_out} have not, {masked} masked)"
-        )
-    row = gap.tally_row(source.name, NONE, tally)
-    payload = {"schema": "verl-rounding-align/score", "schema_version": VERSION, "source": source.name}
-    payload |= {"row": asdict(row), "nonfinite": left_out, "masked": masked}
-    payload |= {"positions": tally.by_position(), "sizes": tally.by_size()}
-    report.show(gap_report.dump_section(payload).table())
-    if json:
-        report.write_json(json, payload)
-    return row
 
 
 def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | None = None) -> dict[str, tuple]:
@@ -233,9 +199,7 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | 
             live = frozenset().union(*scores)
             its = {p: moved(p, find_preset("vllm_compiled")) & live for p in players}
             sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
-            k3 = {
-                s: per_sequence(gap.k3_terms(engine - scores[its]), offsets) for s, its in sets.items() if its in scores
-            }
+            k3 = {s: per_sequence(k3_terms(engine - scores[its]), offsets) for s, its in sets.items() if its in scores}
             try:
                 found[mode] = attribute.attribute(k3, tokens, players)
                 details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
