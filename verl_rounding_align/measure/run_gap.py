@@ -28,7 +28,7 @@ from .stats import per_sequence
 from .tally import VERSION, Tally, k3_terms
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
-NOISE_TOKENS = 8_000  # response tokens of an engine's variant that is compared with the engine
+NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
 
 
 def _advance(progress: Progress, total: int):
@@ -99,8 +99,7 @@ def run_gap(
             progress.update(task, total=total, completed=total)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
                 task = progress.add_task(f"{title}", total=None)
-                few = min(tokens, NOISE_TOKENS)
-                rollout.make(folder / variant, model, lines, few, eager, **options, **how)
+                rollout.make(folder / variant, model, lines[:NOISE_PROMPTS], 1, eager, **options, **how)
                 progress.update(task, total=1, completed=1)
     return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else ())
 
