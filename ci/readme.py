@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from verl_rounding_align import report
+from verl_rounding_align.measure import gap_report
+from verl_rounding_align.measure.gap_report import interval
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,33 +24,49 @@ def load(path: str):
     return module
 
 
-def markdown(columns, rows) -> str:
-    """Return a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def made_with(versions: dict) -> str:
     names = ("vllm", "torch", "transformers", "verl")
     return ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
 
 
 def gap() -> str:
-    """The gap on pretrained weights, in units of 1e-4 nats per token."""
+    """The gap on pretrained weights, in units of 1e-4 nats per token, each mode's floors below."""
     payload = json.loads((ROOT / "recipes/smollm2_gap/results/gap.json").read_text())
     rows = []
-    for mode, entries in payload["modes"].items():
-        for r in entries:
-            value, low, high = (1e4 * x for x in r["k3"])
-            ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*r["k3_ratio"])
-            unaligned = r["arm"] == "none"
-            rows.append([mode, r["arm"], f"{value:.2f} [{low:.2f}, {high:.2f}]", "" if unaligned else ratio])
+    for mode, found in payload["modes"].items():
+        for r in found["rows"]:
+            if r["arm"] in ARMS or r["kind"] == "floor":
+                ratio = "" if r["arm"] == "none" else interval(r["k3_ratio"])
+                rows.append([mode, r["arm"], interval(r["k3"], 1e4), ratio])
     counts = "; ".join(
-        f"{mode}: {rows[0]['tokens']:,} response tokens in {rows[0]['sequences']} sequences"
-        for mode, rows in payload["modes"].items()
+        f"{mode}: {found['rows'][0]['tokens']:,} response tokens in {found['rows'][0]['sequences']} sequences"
+        for mode, found in payload["modes"].items()
     )
     note = f"{counts}; {made_with(payload['versions'])}"
-    return markdown(["vLLM", "trainer", "k3, 1e-4 nats per token", "ratio to unaligned, paired"], rows) + f"\n\n{note}."
+    columns = ["vLLM", "trainer", "k3, 1e-4 nats per token", "ratio to unaligned, paired"]
+    return report.markdown(columns, rows) + f"\n\n{note}."
+
+
+def crossed() -> str:
+    """Two by two: engine compiled or eager, trainer unaligned or aligned."""
+    payload = json.loads((ROOT / "recipes/smollm2_gap/results/gap.json").read_text())
+    section = gap_report.two_by_two(payload["modes"])
+    return report.markdown(section.columns, section.rows)
+
+
+def attribution() -> str:
+    """Which group closes how much."""
+    payload = json.loads((ROOT / "recipes/smollm2_gap/results/attribution.json").read_text())
+    section = gap_report.attribution({"modes": {"compiled": payload["modes"]["compiled"]}})[0]
+    return report.markdown(section.columns, section.rows) + f"\n\n{section.note}"
+
+
+def exact() -> str:
+    """The divergence over the whole vocabulary, compiled engine."""
+    payload = json.loads((ROOT / "recipes/smollm2_gap/results/gap.json").read_text())
+    rows = [r for r in payload["modes"]["compiled"]["exact"] if r["arm"] in ARMS]
+    section = gap_report.exact_section("compiled", rows)
+    return report.markdown(section.columns, section.rows) + f"\n\n{section.note}"
 
 
 def quickstart() -> str:
@@ -57,7 +75,7 @@ def quickstart() -> str:
     payload = json.loads((ROOT / "recipes/quickstart/results/summary.json").read_text())
     rows = [module.cells(module.Summary(**arm)) for arm in payload["arms"]]
     note = f"{payload['device']}; {made_with(payload['versions'])}; {payload['seconds']} s for the three arms"
-    return markdown(module.COLUMNS, rows) + f"\n\n{note}."
+    return report.markdown(module.COLUMNS, rows) + f"\n\n{note}."
 
 
 def overhead() -> str:
@@ -70,7 +88,16 @@ def alternatives() -> str:
     return "\n".join(load("recipes/overhead/readme_table.py").alternatives("smollm2-135m"))
 
 
-TABLES = {"gap": gap, "quickstart": quickstart, "overhead": overhead, "alternatives": alternatives}
+ARMS = ("none", "rope", "swiglu", "add_rms_norm", "carry", "paper", "all")
+TABLES = {
+    "gap": gap,
+    "crossed": crossed,
+    "attribution": attribution,
+    "exact": exact,
+    "quickstart": quickstart,
+    "overhead": overhead,
+    "alternatives": alternatives,
+}
 
 
 def filled(text: str) -> str:

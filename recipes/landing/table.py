@@ -19,11 +19,6 @@ def load(name: str) -> dict:
     return {**found, "rows": [landing.LandingRow(**row) for row in found["rows"]]}
 
 
-def markdown(columns, rows) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def scores() -> str:
     """The table of all quantities."""
     found = load("landing")
@@ -31,7 +26,7 @@ def scores() -> str:
     note = (
         f"{found['model']}, {found['tokens']:,} tokens of {found['text']} in windows of {found['window']}; {versions}."
     )
-    return markdown(landing.COLUMNS, [landing.cells(row) for row in found["rows"]]) + f"\n\n{note}"
+    return report.markdown(landing.COLUMNS, [landing.cells(row) for row in found["rows"]]) + f"\n\n{note}"
 
 
 def windows() -> str:
@@ -39,7 +34,7 @@ def windows() -> str:
     found = {window: {row.quantity: row for row in load(name)["rows"]} for window, name in FILES.items()}
     names = [name for name in found[512] if name.startswith(("RoPE", "attention"))]
     rows = [[name, *(f"{found[window][name].score:.2g}" for window in FILES)] for name in names]
-    return markdown(["quantity", *(f"windows of {window}" for window in FILES)], rows)
+    return report.markdown(["quantity", *(f"windows of {window}" for window in FILES)], rows)
 
 
 def filled(text: str) -> str:

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from verl_rounding_align import report
+
 RESULTS = Path(__file__).parent / "results"
 MISSING = "not measured"
 
@@ -14,12 +16,6 @@ def load(name: str, results: Path = RESULTS) -> dict | None:
     """Return the payload of ``results/<name>.json``, or None."""
     path = results / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Return a Markdown table as lines."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
 def _ratio(value: float | None) -> str:
@@ -57,7 +53,7 @@ def costs(results: Path = RESULTS) -> list[str]:
         memory = f"{_ratio(one['saved_ratio'])}, {_ratio(one['peak_ratio'])}" if one else MISSING
         label = f"{name} layers, {tokens} tokens, {gpu['device']}"
         rows.append([label, memory, *(_time(by_arm.get(plan)) for plan in plans)])
-    return markdown(columns, rows)
+    return report.markdown(columns, rows).splitlines()
 
 
 def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
@@ -87,7 +83,7 @@ def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
     seen = {r["arm"] for r in payload["rows"]} | {"none", "paper"} if payload else set()
     engine = " (on the engine's side)"
     rows += [[arm + engine * (arm in gap["unpaired"]), left[arm], *[MISSING] * 3] for arm in left if arm not in seen]
-    return markdown(columns, rows or [[MISSING] * 5])
+    return report.markdown(columns, rows or [[MISSING] * 5]).splitlines()
 
 
 if __name__ == "__main__":

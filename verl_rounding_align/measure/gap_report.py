@@ -109,11 +109,13 @@ def _gap_sections(found: Mapping) -> list[Section]:
                 )
             )
         if m["exact"]:
-            out.append(_exact_section(mode, m["exact"]))
+            out.append(exact_section(mode, m["exact"]))
     return out
 
 
-def _exact_section(mode: str, rows) -> Section:
+def exact_section(mode: str, rows) -> Section:
+    """Return the section of exact divergences."""
+
     def width(x) -> float | None:
         return None if x[1] is None else x[2] - x[1]
 

@@ -1,0 +1,51 @@
+"""Write the tables of README.md from results/; --check: fail if they differ."""
+
+import json
+import sys
+from pathlib import Path
+
+from verl_rounding_align import report
+
+HERE = Path(__file__).resolve().parent
+
+
+def load(name: str) -> dict:
+    return json.loads((HERE / f"results/{name}.json").read_text())
+
+
+def coverage() -> str:
+    """Share of intervals that hold the true value."""
+    found = load("calibration")
+    rows = [
+        [
+            r["population"],
+            r["sequences"],
+            r["quantity"],
+            *(f"{100 * r[k] / r['sets']:.1f}" for k in ("covered", "percentile")),
+        ]
+        for r in found["rows"]
+    ]
+    return report.markdown(["data", "sequences", "quantity", "bootstrap-t, %", "percentile bootstrap, %"], rows)
+
+
+def scale() -> str:
+    """Time and memory of summarising a dump."""
+    rows = [
+        [r["format"], f"{r['tokens']:,}", f"{r['dump_mib']:.0f}", f"{r['seconds']:.1f}", f"{r['peak_mib']:.0f}"]
+        for r in load("scale")["rows"]
+    ]
+    return report.markdown(["dump", "tokens", "dump, MiB", "whole command, s", "peak memory, MiB"], rows)
+
+
+def filled(text: str) -> str:
+    """Return README text with both tables renewed."""
+    return report.filled(report.filled(text, "coverage", coverage()), "scale", scale())
+
+
+if __name__ == "__main__":
+    readme = HERE / "README.md"
+    before = readme.read_text()
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        sys.exit("README.md: tables differ from results/; run recipes/calibration/table.py" if after != before else 0)
+    readme.write_text(after)
