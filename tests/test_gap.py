@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -18,7 +21,7 @@ from tiny import VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
 from verl_rounding_align import align, cli, parse_plan
-from verl_rounding_align.measure import arms, gap, gap_report, rollout
+from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap
 from verl_rounding_align.measure.rollout import NextTokens, Rollouts, make
 from verl_rounding_align.measure.score import LAYOUTS, score
 from verl_rounding_align.measure.tally import VERSION, gap_row
@@ -348,3 +351,49 @@ def test_attribution_over_points_takes_the_same_scores(measured):
 def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
     done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path)])
     assert str(done.exception) == f"{tmp_path}: no gap.json; run `verl-rounding-align gap --out {tmp_path} ...`"
+
+
+# ---- a real engine
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_command_measures_a_real_engine(tmp_path):
+    """vLLM, eager, on a tiny random model: rollouts of independent sequences, prompts longer together than one batch of
+    the engine (a split prompt with a seed would end it), every floor and the exact divergence, from one command."""
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, str(root / "recipes/quickstart/make_assets.py"), str(tmp_path)], check=True)
+    prompts = [f"{'abcdefgh' * 9}{i % 10}" for i in range(30)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    out = tmp_path / "out"
+    options = ["--mode", "eager", "--regions", "all", "--tokens", "1", "--full-vocab", "40", "--backend", "eager"]
+    options += ["--prompts", str(tmp_path / "prompts.txt")]
+    command = [
+        sys.executable,
+        "-m",
+        "verl_rounding_align",
+        "gap",
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(out),
+    ]
+    subprocess.run([*command, *options], check=True, cwd=root)
+    found = json.loads((out / "gap.json").read_text())
+    jsonschema.validate(found, schema("gap"))
+    eager = found["modes"]["eager"]
+    arms_found = [r["arm"] for r in eager["rows"]]
+    variants = [title for title, _ in gap.VARIANTS.values()]
+    assert arms_found == ["none", "all", *gap.FLOORS.values(), gap.PREFILL_ROW, *variants]
+    none, everything = eager["exact"]
+    assert none["positions"] == 40 and none["kl"][0] > everything["kl"][0] > 0  # alignment helps, exactly measured
+    rollouts = Rollouts.load(out / "eager")
+    again = Rollouts.load(out / "eager" / "scheduling")
+    d, _, at = gap.common(rollouts, again)
+    assert len(again) == run_gap.NOISE_PROMPTS and len(at) > 0.5 * len(again.log_probs)  # the same seeds draw alike
+    other = [rollouts.sequence(i)[int(rollouts.prompts[i]) :].tolist() for i in (0, 10, 20)]  # one prompt, three seeds
+    assert prompts[0] == prompts[10] == prompts[20] and len({tuple(o) for o in other}) == 3
+    whole = NextTokens.load(out / "eager")
+    assert torch.allclose(whole.log_probs.exp().sum(-1), torch.ones(40), atol=1e-4)
+    chosen = torch.cat([rollouts.sequence(i)[int(rollouts.prompts[i]) :] for i in range(len(rollouts))])[whole.at]
+    assert torch.allclose(whole.log_probs.gather(1, chosen[:, None])[:, 0], rollouts.log_probs[whole.at], atol=0.05)

@@ -115,6 +115,8 @@ def start(model: str, eager: bool, length: int, seed: int, sequences_at_once: in
         max_num_seqs=sequences_at_once,
         seed=seed,
         enable_prefix_caching=prefix_cache,
+        # a prompt is never split: vLLM on a CPU fails on a split one that has a seed ("CPU Generator does not use offset")
+        enable_chunked_prefill=False,
         logprobs_mode="raw_logprobs",
         max_logprobs=-1,
     )
@@ -186,7 +188,7 @@ def prefill(engine, rollouts: Rollouts) -> torch.Tensor:
     from vllm import SamplingParams
 
     sequences = [rollouts.sequence(i).tolist() for i in range(len(rollouts))]
-    sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, seed=0)
+    sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
     found = []
     for i, result in enumerate(engine.generate([{"prompt_token_ids": s} for s in sequences], sampling)):
         first = int(rollouts.prompts[i])
@@ -210,9 +212,7 @@ def next_tokens(engine, rollouts: Rollouts, positions: int) -> NextTokens:
     for position, i in zip(at.tolist(), owner.tolist(), strict=True):
         end = int(rollouts.prompts[i]) + position - int(rollouts.response_offsets[i])
         prompts.append(rollouts.sequence(i)[:end].tolist())
-    sampling = SamplingParams(
-        temperature=1.0, max_tokens=1, logprobs=-1, flat_logprobs=True, detokenize=False, seed=rollouts.meta["seed"]
-    )
+    sampling = SamplingParams(temperature=1.0, max_tokens=1, logprobs=-1, flat_logprobs=True, detokenize=False)
     rows = []
     for begin in range(0, len(prompts), 32):  # a distribution is a Python list of the vocabulary's size
         requests = [{"prompt_token_ids": ids} for ids in prompts[begin : begin + 32]]
