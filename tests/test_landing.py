@@ -16,6 +16,7 @@ from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -559,7 +560,9 @@ def stored(name: str) -> dict[str, dict]:
 
 
 def test_stored_results_have_every_quantity_and_layer():
+    schema = json.loads((ROOT / "verl_rounding_align/measure/landing.schema.json").read_text())
     for file in RESULTS.glob("*.json"):
+        jsonschema.validate(json.loads(file.read_text()), schema)
         rows = stored(file.stem)
         assert list(rows) == expected_quantities("llama")
         for row in rows.values():

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -43,6 +43,7 @@ from ..families import Family
 from ..patch import find_base_models
 from ..regions.rope import rotate_half
 from ..rounding import up
+from .tally import VERSION
 
 POSITIONS = 1 << 16
 HARMONICS = 16
@@ -443,15 +444,6 @@ def run_landing(model: str, text: Path | None, tokens: int, window: int, json: s
     Raises:
         ValueError: an argument that is not legal, a model that is not there, a text without tokens.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..engine.spec import ModelSpec
@@ -472,14 +464,7 @@ def run_landing(model: str, text: Path | None, tokens: int, window: int, json: s
         except OSError as error:
             raise ValueError(f"model={model!r}: cannot be loaded: {str(error).splitlines()[0]}") from error
         loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with report.progress() as progress:
             task = progress.add_task("tokens", total=tokens)
             found = landing(
                 loaded, windows(read_blocks(path), tokenizer, tokens, window), lambda n: progress.advance(task, n)
@@ -529,9 +514,5 @@ def render(found: Landing, title: str):
 def as_json(found: Landing) -> dict:
     """Return the rows as plain data, with how each quantity is defined."""
     rows = [{**asdict(row), "formula": QUANTITIES[row.quantity].formula} for row in found.rows]
-    return {"tokens": found.tokens, "absent": list(found.absent), "rows": rows}
-
-
-def histograms(rows: Sequence[LandingRow]) -> dict[str, np.ndarray]:
-    """Return quantity -> density over 64 equal parts of [0, 1), mean 1: what a picture of the positions shows."""
-    return {row.quantity: np.array(row.histogram) * BINS / max(1, sum(row.histogram)) for row in rows}
+    head = {"schema": "verl-rounding-align/landing", "schema_version": VERSION}
+    return {**head, "tokens": found.tokens, "absent": list(found.absent), "rows": rows}
