@@ -89,7 +89,7 @@ def run_gap(
         name = "eager" if eager else "compiled"
         presets[name] = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
     extras = {rollout.PREFILL: int(noise), rollout.NEXT_TOKENS: full_vocab}
-    options = {} if temperature == 1.0 else {"temperature": temperature}
+    options = {"temperature": temperature}
     for name in presets:
         folder, eager = out / name, name == "eager"
         with report.progress() as progress:
