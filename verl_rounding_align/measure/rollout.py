@@ -75,7 +75,17 @@ class Rollouts:
 
 
 def generate(
-    model: str, prompts: list[str], tokens: int, eager: bool, length: int = 256, temperature: float = 1.0, seed: int = 0
+    model: str,
+    prompts: list[str],
+    tokens: int,
+    eager: bool,
+    length: int = 256,
+    temperature: float = 1.0,
+    seed: int = 0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    logprobs_mode: str = "raw_logprobs",
+    engine=None,
 ) -> Rollouts:
     """Return at least ``tokens`` response tokens sampled by vLLM in this process.
 
@@ -84,11 +94,15 @@ def generate(
         prompts: user messages, cycled over.
         eager: ``enforce_eager``; else vLLM compiles the model.
         length: most response tokens per sequence.
-        temperature: sampling temperature; log-probs are vLLM's raw ones (of the unscaled logits).
+        temperature: sampling temperature.
+        top_p, top_k: probability mass, or number, of the likeliest tokens that are sampled from; 1 and 0 are all.
+        logprobs_mode: vLLM's ``raw_logprobs`` (of the logits as the model gives them) or ``processed_logprobs`` (after
+            temperature, top-p and top-k).
+        engine: a running ``vllm.LLM`` started with this model, mode and ``logprobs_mode``, instead of a new one.
     """
     from vllm import LLM, SamplingParams
 
-    engine = LLM(
+    engine = engine or LLM(
         model=model,
         dtype="bfloat16",
         enforce_eager=eager,
@@ -96,7 +110,7 @@ def generate(
         max_num_seqs=64,
         seed=seed,
         enable_prefix_caching=False,
-        logprobs_mode="raw_logprobs",
+        logprobs_mode=logprobs_mode,
     )
     tokenizer = engine.get_tokenizer()
 
@@ -111,7 +125,9 @@ def generate(
     encoded = [encode(prompt) for prompt in prompts]
     sequences, lengths, log_probs, count, batch = [], [], [], 0, 0
     while count < tokens:
-        sampling = SamplingParams(temperature=temperature, max_tokens=length, logprobs=0, seed=seed + batch)
+        sampling = SamplingParams(
+            temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=length, logprobs=0, seed=seed + batch
+        )
         requests = [{"prompt_token_ids": ids} for ids in encoded]
         # a sequence keeps its place whatever its length: stopping in mid-batch would favour short responses
         for ids, result in zip(encoded, engine.generate(requests, sampling), strict=True):
@@ -128,7 +144,9 @@ def generate(
         temperature=temperature,
         length=length,
         seed=seed,
-        logprobs_mode="raw_logprobs",
+        top_p=top_p,
+        top_k=top_k,
+        logprobs_mode=logprobs_mode,
         sequences=len(sequences),
         response_tokens=count,
         versions=report.versions(),

@@ -1,0 +1,188 @@
+"""Make the inputs of the triage calibration from real engine runs: rollouts of vLLM, scores of the trainer, faults.
+
+``generate`` runs vLLM once per log-probs mode and samples under every setting. ``score`` lets the trainer (Transformers,
+BF16, fp32 log-softmax) score the tokens, with the right weights at each temperature and with faults put into it: other
+weights, another RoPE, attended left padding, a sliding window, prompts cut off in front. Both resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "outputs" / "triage"
+# name: (logprobs_mode, temperature, top_p, top_k)
+RUNS = {
+    "t0.6": ("processed_logprobs", 0.6, 1.0, 0),
+    "topp0.9": ("processed_logprobs", 1.0, 0.9, 0),
+    "topk20": ("processed_logprobs", 1.0, 1.0, 20),
+    "t0.8": ("processed_logprobs", 0.8, 1.0, 0),
+    "topp0.95": ("processed_logprobs", 1.0, 0.95, 0),
+    "t0.95": ("processed_logprobs", 0.95, 1.0, 0),
+    "topp0.99": ("processed_logprobs", 1.0, 0.99, 0),
+    "topk50": ("processed_logprobs", 1.0, 1.0, 50),
+    "t1.2": ("processed_logprobs", 1.2, 1.0, 0),
+    "clean": ("processed_logprobs", 1.0, 1.0, 0),
+    "raw_t0.6": ("raw_logprobs", 0.6, 1.0, 0),
+    "raw_t0.8": ("raw_logprobs", 0.8, 1.0, 0),
+    "raw_topp0.9": ("raw_logprobs", 1.0, 0.9, 0),
+}
+SEED = 20
+NOISES = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
+WINDOWS = (32, 64, 128)
+PADS = (1, 8, 64)
+CUTS = (160, 240)  # most tokens of a sequence; a longer one loses the front of its prompt
+ROPES = {"theta x0.5": ("theta", 0.5), "theta x2": ("theta", 2.0), "theta x4": ("theta", 4.0), "linear x1.1": ("linear", 1.1)}  # fmt: skip
+
+
+def prompts() -> list[str]:
+    """Return the prompts that come with the package."""
+    text = (resources.files("verl_rounding_align.measure") / "prompts.txt").read_text()
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def generate(model: str, mode: str, tokens: int) -> None:
+    """Sample every setting of one log-probs mode, in this process."""
+    from vllm import LLM
+
+    from verl_rounding_align.measure.rollout import generate as sample
+
+    engine = None
+    for name, (logprobs_mode, temperature, top_p, top_k) in RUNS.items():
+        if logprobs_mode != mode or (OUT / name / "rollouts.safetensors").exists():
+            continue
+        engine = engine or LLM(
+            model=model, dtype="bfloat16", enforce_eager=True, max_model_len=512, max_num_seqs=64, seed=SEED,
+            enable_prefix_caching=False, logprobs_mode=mode,
+        )  # fmt: skip
+        options = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs_mode=mode, seed=SEED)
+        sample(model, prompts(), tokens, True, engine=engine, **options).save(OUT / name)
+
+
+@torch.no_grad()
+def score(model, rollouts, temperatures=(1.0,), pad: int = 0, window: int | None = None, cut: int | None = None) -> dict:
+    """Return temperature -> log-probs (response tokens,) fp32, one sequence at a time.
+
+    Args:
+        pad: padding tokens in front that attention sees, as if the attention mask had been forgotten.
+        window: tokens back that attention sees, as if a sliding window had been set.
+        cut: most tokens of a sequence; a longer one loses the front of its prompt (one token of it stays).
+    """
+    offsets = rollouts.response_offsets
+    out = {t: torch.empty(int(offsets[-1])) for t in temperatures}
+    for i in range(len(rollouts)):
+        ids, first = rollouts.sequence(i), int(rollouts.prompts[i])
+        drop = min(max(0, len(ids) - cut), first - 1) if cut else 0
+        ids = torch.cat([torch.full((pad,), 2), ids[drop:]])  # 2: SmolLM2's padding token
+        first += pad - drop
+        mask = None
+        if window:
+            back = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+            mask = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.bfloat16)
+            mask.masked_fill_((back < 0) | (back >= window), float("-inf"))
+        logits = model(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0, first - 1 : -1].float()
+        for t in temperatures:
+            log_probs = (logits / t).log_softmax(-1)
+            out[t][offsets[i] : offsets[i + 1]] = log_probs.gather(-1, ids[first:, None])[:, 0]
+    return out
+
+
+def head(rollouts, sequences: int):
+    """Return the first sequences alone."""
+    from verl_rounding_align.measure.rollout import Rollouts
+
+    n = int(rollouts.offsets[sequences])
+    responses = int(rollouts.response_offsets[sequences])
+    return Rollouts(
+        rollouts.tokens[:n], rollouts.offsets[: sequences + 1], rollouts.prompts[:sequences],
+        rollouts.log_probs[:responses], rollouts.meta,
+    )  # fmt: skip
+
+
+def load(model: str, noise: float = 0.0, rope: tuple[str, float] | None = None):
+    """Return the trainer's model; with relative Gaussian noise on every matrix, or with other RoPE parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    if rope and rope[0] == "theta":
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": config.rope_parameters["rope_theta"] * rope[1]}
+    elif rope:
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": rope[1]}
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.bfloat16).eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in loaded.parameters():
+            if noise and weight.ndim == 2:
+                scale = noise * weight.float().pow(2).mean().sqrt()
+                weight.copy_(weight.float() + scale * torch.randn(weight.shape, generator=draw))
+    return loaded
+
+
+def score_all(model: str) -> None:
+    """Score what is not scored yet."""
+    from verl_rounding_align.measure.rollout import Rollouts
+
+    def kept(file: Path, make) -> None:
+        if not file.exists():
+            save_file(make(), file)
+            print(file.relative_to(OUT), flush=True)
+
+    loaded = load(model)
+    for name, (_, temperature, _, _) in RUNS.items():
+        if (OUT / name / "rollouts.safetensors").exists():
+            rollouts = Rollouts.load(OUT / name)
+            wanted = sorted({1.0, temperature})
+            kept(
+                OUT / name / "trainer.safetensors",
+                lambda r=rollouts, w=wanted: {f"{t:g}": x for t, x in score(loaded, r, w).items()},
+            )
+    faults = OUT / "faults"
+    faults.mkdir(parents=True, exist_ok=True)
+    base = Rollouts.load(OUT / "clean")
+    for noise in NOISES:
+        kept(faults / f"noise {noise}.safetensors", lambda n=noise: {"1": score(load(model, noise=n), base)[1.0]})
+    for name, rope in ROPES.items():
+        kept(faults / f"rope {name}.safetensors", lambda r=rope: {"1": score(load(model, rope=r), base)[1.0]})
+    for window in WINDOWS:
+        kept(faults / f"window {window}.safetensors", lambda w=window: {"1": score(loaded, base, window=w)[1.0]})
+    for pad in PADS:
+        kept(faults / f"pad {pad}.safetensors", lambda p=pad: {"1": score(loaded, base, pad=p)[1.0]})
+    for cut in CUTS:
+        kept(faults / f"cut {cut}.safetensors", lambda c=cut: {"1": score(loaded, base, cut=c)[1.0]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default=str(ROOT / ".cache/smollm2-135m"), help="folder of the checkpoint")
+    parser.add_argument("--tokens", type=int, default=8000, help="least response tokens per setting")
+    parser.add_argument("--mode", help="only sample under this log-probs mode, in this process")
+    parser.add_argument("--no-score", action="store_true")
+    options = parser.parse_args()
+    if options.mode:
+        return generate(options.model, options.mode, options.tokens)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    OUT.mkdir(parents=True, exist_ok=True)
+    for mode in dict.fromkeys(mode for mode, *_ in RUNS.values()):
+        if all((OUT / n / "rollouts.safetensors").exists() for n, run in RUNS.items() if run[0] == mode):
+            continue
+        command = [sys.executable, __file__, "--mode", mode, "--model", options.model, "--tokens", str(options.tokens)]
+        with (OUT / f"{mode}.log").open("w") as log:
+            subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
+    if not options.no_score:
+        score_all(options.model)
+
+
+if __name__ == "__main__":
+    main()
