@@ -8,16 +8,14 @@ weights, another RoPE, attended left padding, a sliding window, prompts cut off 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "outputs" / "triage"
@@ -38,6 +36,7 @@ RUNS = {
     "raw_topp0.9": ("raw_logprobs", 1.0, 0.9, 0),
 }
 SEED = 20
+SEQUENCES = 28  # of the clean run, that trainers with a fault score
 NOISES = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 WINDOWS = (32, 64, 128)
 PADS = (1, 8, 64)
@@ -70,7 +69,9 @@ def generate(model: str, mode: str, tokens: int) -> None:
 
 
 @torch.no_grad()
-def score(model, rollouts, temperatures=(1.0,), pad: int = 0, window: int | None = None, cut: int | None = None) -> dict:
+def score(
+    model, rollouts, temperatures=(1.0,), pad: int = 0, window: int | None = None, cut: int | None = None
+) -> dict:
     """Return temperature -> log-probs (response tokens,) fp32, one sequence at a time.
 
     Args:
@@ -115,7 +116,10 @@ def load(model: str, noise: float = 0.0, rope: tuple[str, float] | None = None):
 
     config = AutoConfig.from_pretrained(model)
     if rope and rope[0] == "theta":
-        config.rope_parameters = {**config.rope_parameters, "rope_theta": config.rope_parameters["rope_theta"] * rope[1]}
+        config.rope_parameters = {
+            **config.rope_parameters,
+            "rope_theta": config.rope_parameters["rope_theta"] * rope[1],
+        }
     elif rope:
         config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": rope[1]}
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.bfloat16).eval()
@@ -148,7 +152,7 @@ def score_all(model: str) -> None:
             )
     faults = OUT / "faults"
     faults.mkdir(parents=True, exist_ok=True)
-    base = Rollouts.load(OUT / "clean")
+    base = head(Rollouts.load(OUT / "clean"), SEQUENCES)
     for noise in NOISES:
         kept(faults / f"noise {noise}.safetensors", lambda n=noise: {"1": score(load(model, noise=n), base)[1.0]})
     for name, rope in ROPES.items():

@@ -90,7 +90,9 @@ def difference(trainer: Rope, engine: Rope) -> str:
             says = f"the scaling differs, most at frequency {i}: {a[i]:.4g} in the trainer, {b[i]:.4g} in the engine"
         return f"{says} (largest relative deviation of a frequency {worst:.2g})"
     if abs(engine.factor / trainer.factor - 1) > TOLERANCE:
-        return f"cos and sin are multiplied by {trainer.factor:.4g} in the trainer, by {engine.factor:.4g} in the engine"
+        return (
+            f"cos and sin are multiplied by {trainer.factor:.4g} in the trainer, by {engine.factor:.4g} in the engine"
+        )
     return ""
 
 

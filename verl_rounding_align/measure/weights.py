@@ -73,7 +73,9 @@ def _shard(name: str, weight: torch.Tensor, rank: int, size: int) -> torch.Tenso
     if size == 1 or dim is None or (dim >= weight.ndim):
         return weight
     if weight.shape[dim] % size:
-        raise ValueError(f"{name}: {weight.shape[dim]} rows cannot be split over {size} ranks; digest one rank's engine")
+        raise ValueError(
+            f"{name}: {weight.shape[dim]} rows cannot be split over {size} ranks; digest one rank's engine"
+        )
     return weight.chunk(size, dim)[rank]
 
 
@@ -104,9 +106,7 @@ def _files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def digest_hf(
-    model, dtype: torch.dtype = torch.bfloat16, rank: int = 0, size: int = 1
-) -> dict[str, Digest]:
+def digest_hf(model, dtype: torch.dtype = torch.bfloat16, rank: int = 0, size: int = 1) -> dict[str, Digest]:
     """Return name -> digest of a trainer's weights.
 
     Args:

@@ -1,0 +1,798 @@
+"""Which cause that is *not* rounding explains the mismatch between rollout and trainer log-probs?
+
+Per token d = rollout log-prob - trainer log-prob, p = the probability halfway between the two (geometric mean). Rounding
+moves logits by noise of one size whatever the token, so d is noise of size s (1 - p), and
+
+    u = d / (1 - p)
+
+has one spread s for likely and unlikely tokens alike, a mean near zero at every p, and Gaussian tails. Every fault here
+breaks one of these, or an identity of the log-probs themselves; each detector below states its statistic, its threshold
+and why. Absolute size says little: clean models differ from k3 = 3e-6 (tiny) to 2e-3 nats per token (SmolLM2-135M).
+
+What log-probs cannot tell from rounding: weights that differ by about as much as rounding moves them. For that the
+weights' digests are there (:mod:`.weights`); see ``recipes/triage`` for the smallest size of each fault that is detected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .facts import KNOWN_STRATEGIES, Facts
+from .gap import k3_terms
+from .pairs import Pairs
+from .stats import intervals, per_sequence
+
+ROUNDING = "rounding-sized"
+CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
+FEWEST = 200  # tokens below which only identities are tested, no statistics
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause, how sure it is (certain, likely, possible), what shows it, and what to do next."""
+
+    cause: str
+    confidence: str
+    evidence: str
+    next_step: str
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a detector saw."""
+
+    confidence: str
+    evidence: str
+
+
+class Sample:
+    """The tokens of a dump, seen as the detectors need them; ``pairs`` has only tokens that count and are finite."""
+
+    def __init__(self, pairs: Pairs):
+        self.whole, self.pairs = pairs, pairs.valid()
+        self.rollout, self.trainer, self.offsets = self.pairs.rollout, self.pairs.trainer, self.pairs.offsets
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    @cached_property
+    def d(self) -> np.ndarray:
+        return self.rollout - self.trainer
+
+    @cached_property
+    def p(self) -> np.ndarray:
+        return np.exp(np.minimum((self.rollout + self.trainer) / 2, 0.0))
+
+    @cached_property
+    def clear(self) -> np.ndarray:
+        """Tokens whose 1 - p is well above what fp32 resolves in a log-prob near zero (1e-6)."""
+        return self.p < 0.999
+
+    @cached_property
+    def u(self) -> np.ndarray:
+        return self.d / np.maximum(1 - self.p, 1e-3)
+
+    @cached_property
+    def level(self) -> float:
+        """Spread of u, from its median size (1.4826 makes it a standard deviation for Gaussian noise)."""
+        size = np.abs(self.u[self.clear])
+        return 1.4826 * float(np.median(size)) if len(size) else 0.0
+
+    @cached_property
+    def k3(self) -> tuple[float, float, float]:
+        tokens = per_sequence(np.ones(len(self)), self.offsets)
+        return intervals([(per_sequence(k3_terms(self.d), self.offsets), tokens)])[0]
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """Each token's sequence; (tokens,)."""
+        return np.repeat(np.arange(len(self.pairs)), np.diff(self.offsets))
+
+
+# ---- detectors: each takes (Sample or None, Facts) and returns a Sign or None. `drops` marks tokens that are explained.
+
+
+@dataclass(frozen=True)
+class Explained(Sign):
+    """A sign that explains some tokens; later detectors look at the others."""
+
+    tokens: np.ndarray  # (tokens,) bool, of the sample's tokens
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def missing(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Log-probs that were not computed, or copied from the other side.
+
+    A setting that says so; tokens that count without a finite log-prob; one side zero everywhere (a field never filled);
+    or both sides equal in every bit for 100 tokens or more: rollout and trainer run different kernels.
+    """
+    if facts.calculate_log_probs is False:
+        return Sign(CERTAIN, "rollout.calculate_log_probs=False: the rollout engine returns no log-probs")
+    if facts.bypass:
+        return Sign(
+            CERTAIN, "rollout_correction.bypass_mode=True: the trainer takes the rollout's log-probs for its own"
+        )
+    if sample is None:
+        return None
+    counted = int(sample.whole.mask.sum())
+    if sample.whole.missing:
+        return Sign(CERTAIN, f"{sample.whole.missing:,} of {counted:,} tokens that count lack a finite log-prob")
+    if not len(sample):
+        return Sign(CERTAIN, "no token counts: the mask is empty")
+    for name, side in (("rollout", sample.rollout), ("trainer", sample.trainer)):
+        if not side.any():
+            return Sign(CERTAIN, f"every {name} log-prob is exactly 0")
+    if len(sample) >= 100 and not sample.d.any():
+        return Sign(LIKELY, f"rollout and trainer log-probs are equal in every bit for all {len(sample):,} tokens")
+    return None
+
+
+def shift(sample: Sample | None, facts: Facts) -> Sign | None:
+    """One side's log-probs moved along the sequence.
+
+    For each sequence of 8 tokens or more, mean |rollout[t] - trainer[t + k]|, k from -2 to 2. Unshifted it is about 0.04 at
+    k = 0 and, as neighbouring tokens have nothing to do with each other, about 3 elsewhere; threshold: less than half of
+    k = 0's at another k. Two sequences, or one twentieth of a few.
+    """
+    if sample is None or not len(sample):
+        return None
+    lengths = np.diff(sample.offsets)
+    here = per_sequence(np.abs(sample.d), sample.offsets) / lengths
+    best, at = here.copy(), np.zeros(len(here), dtype=int)
+    position, end = sample.pairs.positions, np.repeat(lengths, lengths)
+    for k in (-2, -1, 1, 2):
+        inside = (position + k >= 0) & (position + k < end)
+        other = sample.trainer[np.clip(np.arange(len(sample)) + k, 0, len(sample) - 1)]
+        size = per_sequence(np.where(inside, np.abs(sample.rollout - other), 0.0), sample.offsets)
+        size /= np.maximum(per_sequence(inside, sample.offsets), 1)
+        better = (size < best) & (lengths >= 8)
+        best, at = np.where(better, size, best), np.where(better, k, at)
+    moved = (at != 0) & (best < 0.5 * here)
+    if moved.sum() < max(1, 0.02 * len(moved)):
+        return None
+    k = int(np.bincount(at[moved] + 2).argmax()) - 2
+    chosen = moved & (at == k)
+    return Explained(
+        CERTAIN,
+        f"in {moved.sum()} of {len(moved)} sequences rollout[t] agrees with trainer[t{k:+d}]: mean |difference| "
+        f"{best[chosen].mean():.2g}, {here[chosen].mean():.2g} at the same t",
+        moved[sample.sequence],
+    )
+
+
+def padding(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Tokens that count and are no sampled tokens: padding, tool output, a wrong end.
+
+    (1) A log-prob above 0. (2) One side exactly 0, "certain", where the other gives p < 0.1: placeholders (top-p makes exact
+    zeros too, at tokens with p near top_p). (3) One side repeats one value 3 times and more while the other moves by 0.1.
+    (4) |u| of the first or last token beyond the 99th percentile of the others in too many sequences: binomial tail
+    below 1e-9, median 6 times that of the others (a response's first token is twice as noisy as others in clean runs).
+    """
+    if sample is None or not len(sample):
+        return None
+    r, t = sample.rollout, sample.trainer
+    above = np.maximum(r, t) > 1e-3
+    zeros = ((r == 0) & (t < np.log(0.1))) | ((t == 0) & (r < np.log(0.1)))
+    same_sequence = np.diff(sample.sequence) == 0
+    repeats = np.zeros(len(sample), dtype=bool)
+    for a, b in ((r, t), (t, r)):
+        pair = same_sequence & (np.diff(a) == 0) & (np.abs(np.diff(b)) > 0.1)
+        run = pair[:-1] & pair[1:]
+        repeats[:-2] |= run
+        repeats[1:-1] |= run
+        repeats[2:] |= run
+    odd = above | zeros | repeats
+    if odd.sum() >= max(2, 2e-4 * len(sample)):
+        kinds = {"are above 0": above, "are exactly 0 on one side, p < 0.1 on the other": zeros}
+        says = [f"{x.sum():,} {name}" for name, x in kinds.items() if x.any()]
+        rest = repeats & ~above & ~zeros
+        says += [f"{rest.sum():,} repeat the value before on one side only"] if rest.any() else []
+        ends = odd[sample.offsets[1:] - 1].mean()
+        where = f"; {_percent(ends)} of sequences end in one" if ends > 0.2 else ""
+        return Explained(CERTAIN, f"of {len(sample):,} log-probs that count, {', '.join(says)}{where}", odd)
+    for name, first in (("first", True), ("last", False)):
+        at = sample.offsets[:-1] if first else sample.offsets[1:] - 1
+        edge = np.zeros(len(sample), dtype=bool)
+        edge[at] = True
+        inner, edge = sample.clear & ~edge, sample.clear & edge
+        if inner.sum() < FEWEST or edge.sum() < 3:
+            continue
+        size = np.abs(sample.u)
+        beyond, n = int((size[edge] > np.quantile(size[inner], 0.99)).sum()), int(edge.sum())
+        ratio = float(np.median(size[edge]) / np.median(size[inner]))
+        if _binomial_tail(beyond, n, 0.01) < 1e-9 and ratio > 6:
+            return Explained(
+                LIKELY,
+                f"the {name} token of a response differs {ratio:.1f} times as much as others (median |u|, {n} sequences)",
+                edge,
+            )
+    return None
+
+
+def _binomial_tail(k: int, n: int, p: float) -> float:
+    """Return P(X >= k) for X of n draws with probability p.
+
+    >>> round(_binomial_tail(2, 2, 0.1), 6)
+    0.01
+    """
+    from math import exp, lgamma, log
+
+    def term(i):
+        return exp(lgamma(n + 1) - lgamma(i + 1) - lgamma(n - i + 1) + i * log(p) + (n - i) * log(1 - p))
+
+    return min(1.0, sum(term(i) for i in range(k, n + 1)))
+
+
+def coarse(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Log-probs kept in 16 bits: every value of one side (50 or more that are not 0) is a bf16 or an fp16 number.
+
+    A fp32 value is a bf16 number with probability 2^-16.
+    """
+    if sample is None:
+        return None
+    found = []
+    for name, side in (("rollout", sample.rollout), ("trainer", sample.trainer)):
+        values = side[side != 0].astype(np.float32)
+        if len(values) < 50:
+            continue
+        if np.mean(values.view(np.uint32) & 0xFFFF == 0) > 0.999:
+            found.append(f"every {name} log-prob is a bf16 number: steps of {_step(values, 8)} at the median")
+        elif np.mean(values.astype(np.float16).astype(np.float32) == values) > 0.999:
+            found.append(f"every {name} log-prob is an fp16 number: steps of {_step(values, 11)} at the median")
+    return Sign(CERTAIN, "; ".join(found)) if found else None
+
+
+def _step(values: np.ndarray, bits: int) -> str:
+    """Return the distance of neighbouring numbers of ``bits`` significant bits around the median."""
+    return f"{2.0 ** (np.floor(np.log2(np.median(np.abs(values)))) + 1 - bits):.2g}"
+
+
+HIGH = (0.5, 0.999)  # probabilities at which a token is the likeliest, so that the sign of d says which side is sharper
+
+
+def _signs(sample: Sample) -> tuple[float, float, float, int]:
+    """Return (share of d < 0 at likely tokens, share at unlikely ones, correlation of d with log p there, likely tokens)."""
+    likely, unlikely = (sample.p > HIGH[0]) & (sample.p < HIGH[1]), sample.p < HIGH[0]
+    if likely.sum() < 30 or unlikely.sum() < 30:
+        return 0.5, 0.5, 0.0, 0
+    d, p = sample.d[unlikely], np.log(np.maximum(sample.p[unlikely], 1e-30))
+    ranks = [np.argsort(np.argsort(x)) for x in (d, p)]
+    tilt = float(np.corrcoef(*ranks)[0, 1]) if np.ptp(d) else 0.0
+    return float((sample.d[likely] < 0).mean()), float((d < 0).mean()), tilt, int(likely.sum())
+
+
+def _setting_explains(facts: Facts) -> bool:
+    """Whether raw log-probs are known to be returned at a temperature other than 1."""
+    return facts.logprobs_mode == "raw_logprobs" and facts.temperature not in (None, 1.0)
+
+
+def temperature(sample: Sample | None, facts: Facts) -> Sign | None:
+    """The rollout's log-probs are sharper (or flatter) than the trainer's, token by token.
+
+    With 1/T apart, d = (1/T - 1) (log p + H), H an entropy of the context: for a likely token (p in 0.5 .. 0.999) d > 0
+    whatever the context, for unlikely ones d grows with log p. Rounding has d < 0 at half of the likely tokens (spread
+    0.02 at 2,000 tokens), and neither it nor other weights tie d to log p. Thresholds: d < 0 at less than a quarter of them
+    (sharper) or more than three quarters (flatter); rank correlation of d and log p at p < 0.5 beyond 0.3, of that sign.
+    """
+    if sample is None or len(sample) < FEWEST:
+        return None
+    high, _, tilt, n = _signs(sample)
+    if not n or abs(tilt) < TILT or 0.25 <= high <= 0.75 or (high < 0.5) != (tilt > 0):
+        return None
+    sharper = high < 0.5
+    if not sharper and _raw(sample, facts):
+        return None
+    ratio = _temperature_ratio(sample)
+    share = 1 - high if sharper else high
+    return Sign(
+        CERTAIN if facts.temperature not in (None, 1.0) and facts.logprobs_mode == "processed_logprobs" else LIKELY,
+        f"the rollout is {'sharper' if sharper else 'flatter'} than the trainer at {_percent(share)} of {n:,} likely tokens "
+        f"(rounding: half), rank correlation of d and log p at unlikely ones {tilt:+.2f} (rounding: 0): as if the rollout's "
+        f"temperature were {ratio:.2g} of the trainer's"
+        + (f"; the rollout samples at {facts.temperature:g}" if facts.temperature is not None else ""),
+    )
+
+
+def _temperature_ratio(sample: Sample) -> float:
+    """Return the temperature of the rollout's log-probs over that of the trainer's, estimated from likely tokens.
+
+    With one competitor logit(p) is divided by the temperature; with more, the ratio of logits is further from 1.
+    """
+    likely = (sample.p > 0.9) & (sample.p < HIGH[1]) & (np.maximum(sample.rollout, sample.trainer) < -1e-6)
+    if likely.sum() < 10:
+        likely = (sample.p > 0.7) & (sample.p < HIGH[1]) & (np.maximum(sample.rollout, sample.trainer) < -1e-6)
+    logit = [x[likely] - np.log(-np.expm1(x[likely])) for x in (sample.rollout, sample.trainer)]
+    return float(np.median(logit[1] / logit[0]))
+
+
+def _raw(sample: Sample, facts: Facts) -> bool:
+    """Whether flatter rollout log-probs are raw ones: tokens were sampled from the trainer's side (E[d] < 0), or it is set."""
+    if facts.logprobs_mode is not None:
+        return facts.logprobs_mode == "raw_logprobs"
+    return float(sample.d.mean()) < 0
+
+
+def raw(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Raw log-probs (before temperature, top-p, top-k) where the trainer's are of the processed distribution.
+
+    Settings: raw log-probs at a temperature other than 1 that the trainer divides by. Log-probs: the rollout is flatter
+    than the trainer (see ``temperature``), and mean d < 0: tokens come from the trainer's side's distribution, as KL >= 0
+    makes mean d > 0 for tokens that come from what the rollout's log-probs say (a temperature above 1, processed).
+    """
+    set_so = (
+        facts.logprobs_mode == "raw_logprobs"
+        and None not in (facts.temperature, facts.trainer_temperature)
+        and facts.temperature != 1
+    )
+    says = f"logprobs_mode=raw_logprobs at temperature {facts.temperature:g}" if set_so else ""
+    if set_so and facts.trainer_temperature == 1:
+        return Sign(CERTAIN, f"{says}: tokens are not sampled from the distribution that both sides' log-probs are of")
+    if sample is not None and len(sample) >= FEWEST:
+        high, _, tilt, n = _signs(sample)
+        if n and high > 0.75 and tilt < -TILT and _raw(sample, facts):
+            return Sign(
+                CERTAIN if set_so else LIKELY,
+                f"the rollout is flatter than the trainer at {_percent(high)} of {n:,} likely tokens (rounding: half), rank "
+                f"correlation of d and log p at unlikely ones {tilt:+.2f} (rounding: 0), mean d {sample.d.mean():.2g} < 0: "
+                f"tokens come from the trainer's distribution; temperatures differ by {_temperature_ratio(sample):.2g}"
+                + (f"; {says}" if says else ""),
+            )
+        if set_so and facts.temperature == facts.trainer_temperature:
+            return None  # the log-probs themselves show no difference in sharpness
+    return Sign(CERTAIN, f"{says}, and the trainer divides by {facts.trainer_temperature:g}") if set_so else None
+
+
+def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Top-p or top-k: the rollout's log-probs are renormalised over the tokens kept, d = -log(kept mass) >= 0.
+
+    (1) Top-p keeps one token where p >= top_p: its log-prob is exactly 0, the trainer's is not. fp32 gives exactly 0 to
+    p > 1 - 6e-8 only; threshold: 0.2 % of tokens, and 3, with 0 on one side and p between 0.1 and 0.999 on the other (0.99
+    where d grows with log p: at temperature 0.3, p = 0.99 becomes 1 - 2e-7).
+    (2) d < 0 (noise alone) at less than a quarter of all tokens, likely or not, log-probs correlated beyond 0.9 and d not
+    growing with log p: not a temperature, and not other weights (there d < 0 stays above a third until log-probs fall apart).
+    """
+    truncates = [
+        f"top_p={facts.top_p:g}" if facts.top_p not in (None, 1.0) and facts.top_p < 1 else "",
+        f"top_k={facts.top_k}" if facts.top_k not in (None, 0, -1) else "",
+    ]
+    says = " and ".join(filter(None, truncates))
+    if sample is not None and len(sample) >= FEWEST:
+        high, low, tilt, n = _signs(sample)
+        below = np.log(0.99 if tilt > TILT else 0.999)
+        exact = (sample.rollout == 0) & (sample.trainer < below) & (sample.trainer > np.log(0.1))
+        kept = float(np.exp(-sample.d).mean())
+        if exact.sum() >= max(3, 0.002 * len(sample)) and exact.mean() < 0.9:
+            least = float(np.exp(sample.trainer[exact].min()))
+            return Sign(
+                CERTAIN,
+                f"{_percent(exact.mean())} of rollout log-probs are exactly 0 where the trainer's p is {least:.3g} to 1: "
+                f"one token was kept; mean exp(-d) = {kept:.3f}, the mean mass kept" + (f"; {says}" if says else ""),
+            )
+        together = float(np.corrcoef(sample.rollout, sample.trainer)[0, 1]) if n else 0.0
+        if n and low < ONE_SIDED and high < 0.4 and tilt < TILT / 2 and together > 0.9:
+            return Sign(
+                CERTAIN if says else LIKELY,
+                f"d < 0 at {_percent(low)} of unlikely and {_percent(high)} of likely tokens (rounding: half), d not growing "
+                f"with log p (rank correlation {tilt:+.2f}); mean exp(-d) = {kept:.3f}, the mean mass kept"
+                + (f"; {says}" if says else ""),
+            )
+    return (
+        Sign(CERTAIN, f"{says}: the trainer's log-probs are of all tokens, the rollout's samples are not")
+        if says
+        else None
+    )
+
+
+TILT = 0.3
+ONE_SIDED = 0.25
+
+
+def heavy_tail(sample: Sample | None, facts: Facts) -> Sign | None:
+    """MoE routing: a token whose experts differ moves far, the others by rounding.
+
+    Share of sum u^2 that the 1 % of tokens with the largest u^2 carry: 0.08 for Gaussian noise, 0.08 to 0.13 on clean dense
+    models. Threshold 0.35. Without experts it is no routing.
+    """
+    if sample is None or len(sample) < FEWEST or facts.experts == 0:
+        return None
+    square = np.sort(np.square(sample.u[sample.clear]))[::-1]
+    top = max(1, len(square) // 100)
+    share = float(square[:top].sum() / max(square.sum(), 1e-300))
+    if len(square) < FEWEST or share < HEAVY:
+        return None
+    times = float(np.sqrt(square[:top].mean()) / sample.level) if sample.level else float("inf")
+    known = f"the model has {facts.experts} experts" if facts.experts else "whether the model has experts is not known"
+    return Sign(
+        LIKELY if facts.experts else POSSIBLE,
+        f"1 % of tokens carry {_percent(share)} of the squared difference (rounding: 8 to 13 %), {times:.0f} times the "
+        f"median size each; {known}",
+    )
+
+
+HEAVY = 0.35
+
+
+def _log_size(sample: Sample) -> np.ndarray:
+    """Return log |u| of the clear tokens, floored at a hundredth of their spread; its spread is 1.1 for Gaussian noise."""
+    return np.log(np.maximum(np.abs(sample.u[sample.clear]), 0.01 * max(sample.level, 1e-300)))
+
+
+def growth(sample: Sample | None, facts: Facts) -> Sign | None:
+    """The mismatch grows with the position in the response.
+
+    Slope of log |u| on log(1 + position). Rounding accumulates over the context a little: 0.03 to 0.05 on clean runs
+    (SmolLM2-135M). Threshold 0.2 (size doubles in 30 times the length), and 5 standard errors.
+    """
+    if sample is None or sample.clear.sum() < FEWEST:
+        return None
+    x, y = np.log1p(sample.pairs.positions[sample.clear]), _log_size(sample)
+    slope, error = _slope(x, y)
+    if slope < GROWTH or slope < 5 * error:
+        return None
+    early, late = (np.exp(y[x < np.median(x)].mean()), np.exp(y[x >= np.median(x)].mean()))
+    return Sign(
+        LIKELY,
+        f"|u| grows as position^{slope:.2f} (s.e. {error:.2f}; rounding: 0.03 to 0.05): {late / early:.1f} times larger in the "
+        "later half of positions",
+    )
+
+
+GROWTH = 0.2
+
+
+def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return the least-squares slope of y on x and its standard error, robust to unequal spread."""
+    x = x - x.mean()
+    total = float((x * x).sum())
+    if total == 0:
+        return 0.0, float("inf")
+    slope = float((x * y).sum() / total)
+    rest = y - y.mean() - slope * x
+    return slope, float(np.sqrt((x * x * rest * rest).sum()) / total)
+
+
+def length(sample: Sample | None, facts: Facts) -> Sign | None:
+    """The mismatch depends on how long a response is: long ones are scored in another way (cut, chunked, repacked).
+
+    Mean log |u| of sequences longer than a length less that of the shorter, at the length where its t is largest; the
+    spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs). Thresholds: a factor of
+    1.7 in |u|, t of 6.
+    """
+    if sample is None or sample.clear.sum() < FEWEST or len(sample.pairs) < 6:
+        return None
+    where, n = sample.sequence[sample.clear], len(sample.pairs)
+    count = np.bincount(where, minlength=n)
+    mean = np.bincount(where, weights=_log_size(sample), minlength=n) / np.maximum(count, 1)
+    lengths = np.diff(sample.offsets) + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
+    best = None
+    for limit in np.unique(lengths)[:-1]:
+        long = (lengths > limit) & (count >= 8)
+        short = (lengths <= limit) & (count >= 8)
+        if long.sum() < 2 or short.sum() < 2:
+            continue
+        spread = [max(0.0225, float(mean[g].var(ddof=1))) + 1.2 / count[g].mean() for g in (long, short)]
+        apart = float(mean[long].mean() - mean[short].mean())
+        t = apart / np.sqrt(spread[0] / long.sum() + spread[1] / short.sum())
+        if best is None or t > best[0]:
+            best = (t, apart, int(limit))
+    if best is None or best[0] < 6 or best[1] < np.log(1.7):
+        return None
+    unit = "tokens with the prompt" if sample.pairs.prompts is not None else "tokens"
+    return Sign(
+        LIKELY,
+        f"|u| is {np.exp(best[1]):.1f} times as large in sequences of more than {best[2]} {unit} (t = {best[0]:.0f}; rounding: no "
+        "dependence)",
+    )
+
+
+def steps(sample: Sample | None, facts: Facts) -> Sign | None:
+    """The mismatch changes from one training step on: at a resume or reload, or without any update.
+
+    Mean k3 from a step on over that before it, at the step where it is largest, 200 tokens or more on both sides.
+    Threshold 2 (the ratio of two means of 200 tokens of one kind spreads by 0.15), and 4 with fewer than 1,000 tokens.
+    """
+    if sample is None or sample.pairs.steps is None or len(sample) < 2 * FEWEST:
+        return None
+    step = sample.pairs.steps[sample.sequence]
+    k3 = k3_terms(sample.d)
+    best = None
+    for start in np.unique(step)[1:]:
+        after = step >= start
+        fewest = min(after.sum(), (~after).sum())
+        if fewest < FEWEST:
+            continue
+        ratio = float(k3[after].mean() / max(k3[~after].mean(), 1e-300))
+        if ratio > (2 if fewest >= 1000 else 4) and (best is None or ratio > best[0]):
+            best = (ratio, int(start))
+    if best is None:
+        return None
+    still = facts.lr == 0
+    return Sign(
+        LIKELY if still else POSSIBLE,
+        f"k3 is {best[0]:.1f} times as large from step {best[1]} on as before"
+        + ("; the learning rate is 0, so no update explains it" if still else ""),
+    )
+
+
+def weights(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Other weights than the trainer's, or another model: a mismatch of any shape that is too large for rounding.
+
+    k3: its 95 % interval above 0.01 nats per token (five times the largest of the clean runs here, SmolLM2-135M) is
+    possible, above 0.05 likely. Smaller differences of weights look like rounding: compare digests.
+    """
+    if sample is None or len(sample) < FEWEST:
+        return None
+    value, low, _ = sample.k3
+    bound = value if np.isnan(low) else low
+    if bound < LARGE[0]:
+        return None
+    return Sign(
+        LIKELY if bound > LARGE[1] else POSSIBLE,
+        f"k3 = {_interval(sample.k3)} nats per token, rounding alone gives up to 0.002 on the models measured; no other "
+        "cause shows in the log-probs",
+    )
+
+
+LARGE = (0.01, 0.05)
+
+
+def sequence_ratio(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Ratios multiplied over a sequence: the spread of sum(d) makes the product meaningless.
+
+    Effective sample size of weights exp(-sum d), as a share of sequences: exp(-spread^2) for Gaussian sums. Named where a
+    setting asks for it and less than half is effective (spread of sum d above 0.83).
+    """
+    if not facts.sequence_ratio:
+        return None
+    if sample is None or len(sample.pairs) < 6:
+        return Sign(POSSIBLE, f"{facts.sequence_ratio}: without log-probs the spread of the product is not known")
+    total = per_sequence(sample.d, sample.offsets)
+    spread = float(total.std(ddof=1))
+    if spread < SPREAD:
+        return None
+    return Sign(
+        CERTAIN,
+        f"{facts.sequence_ratio}: sum of d over a sequence spreads by {spread:.2g} nats (mean length "
+        f"{len(sample) / len(sample.pairs):.0f}), so the effective sample size is {_percent(np.exp(-(spread**2)))} of the "
+        "sequences, from rounding alone or not",
+    )
+
+
+SPREAD = 0.83
+
+
+def backend(sample: Sample | None, facts: Facts) -> Sign | None:
+    """A training backend that this package does not align."""
+    if facts.strategy is None or facts.strategy in KNOWN_STRATEGIES:
+        return None
+    return Sign(
+        CERTAIN,
+        f"actor.strategy={facts.strategy}: alignment works with {', '.join(KNOWN_STRATEGIES)}; nothing is aligned here",
+    )
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One row: what it is called, how it is seen, what to do about it, and which later causes it explains away."""
+
+    name: str
+    detect: Callable[[Sample | None, Facts], Sign | None]
+    next_step: str
+    explains: tuple[str, ...] = ()
+
+
+SHAPES = ("growth-with-position", "growth-with-length", "moe-routing", "changes-with-step", "weights")
+CAUSES = (
+    Cause(
+        "missing-log-probs",
+        missing,
+        "set rollout.calculate_log_probs=True and rollout_correction.bypass_mode=False, so that both sides are computed",
+        SHAPES,
+    ),
+    Cause(
+        "one-token-shift",
+        shift,
+        "log-prob t must be of response token t given those before it: take logits[prompt - 1 : -1] of the trainer, and the "
+        "rollout's log-probs without an offset",
+    ),
+    Cause(
+        "padding-or-mask",
+        padding,
+        "print response_mask beside both log-probs for one sequence that ends early: padding, tool output and what follows "
+        "the end must be masked, the end token must not",
+    ),
+    Cause(
+        "low-precision-log-probs",
+        coarse,
+        "cast logits to fp32 before log-softmax on that side, and keep log-probs in fp32 when they are stored or sent",
+    ),
+    Cause(
+        "kept-mass",
+        kept_mass,
+        "sample with top_p=1 and top_k=-1 in training, or correct the rollout's log-probs by the mass that was kept",
+        ("weights",),
+    ),
+    Cause(
+        "temperature",
+        temperature,
+        "divide the trainer's logits by the temperature that the rollout's log-probs are of (verl: rollout.temperature)",
+        SHAPES,
+    ),
+    Cause(
+        "processed-against-raw",
+        raw,
+        "set rollout.logprobs_mode=processed_logprobs (vLLM: logprobs_mode), or sample at temperature 1 with all tokens",
+        SHAPES,
+    ),
+    Cause(
+        "growth-with-position",
+        growth,
+        "compare the RoPE parameters of both sides (`triage --model A --trainer-model B`), then the KV cache's dtype, sliding "
+        "windows and chunked prefill",
+        ("growth-with-length", "weights"),
+    ),
+    Cause(
+        "growth-with-length",
+        length,
+        "look at what happens to long sequences alone: truncation of prompts, max_model_len, packing, dynamic batch size, "
+        "sequence parallelism",
+        ("weights",),
+    ),
+    Cause(
+        "moe-routing",
+        heavy_tail,
+        "replay the rollout's routing in the trainer (verl: rollout.enable_rollout_routing_replay); alignment of rounding does "
+        "not fix a flipped expert",
+        ("weights",),
+    ),
+    Cause(
+        "changes-with-step",
+        steps,
+        "look at what happened before that step (resume, reload, weight synchronisation) and run a few steps at lr=0: a "
+        "mismatch of rounding stays as it is",
+        ("weights",),
+    ),
+    Cause(
+        "weights",
+        weights,
+        "compare digests of both sides' weights (`triage --model A --trainer-model B`; in the engine, "
+        "collective_rpc('rounding_align_digest')), first after loading, then after a weight synchronisation",
+    ),
+    Cause(
+        "sequence-level-ratio",
+        sequence_ratio,
+        "use rollout_is=token, a geometric mean, or rejection by seq_mean_k3, and align rounding to shrink the spread",
+    ),
+    Cause(
+        "unsupported-backend",
+        backend,
+        "use actor.strategy=fsdp or fsdp2, or look for the cause in that backend's own kernels",
+    ),
+)
+NAMES = tuple(cause.name for cause in CAUSES)
+
+
+def _interval(value: tuple[float, float, float]) -> str:
+    number = f"{value[0]:.2g}"
+    return number if np.isnan(value[1]) else f"{number} [{value[1]:.2g}, {value[2]:.2g}]"
+
+
+def _without(sample: Sample, tokens: np.ndarray) -> Sample:
+    pairs = sample.pairs
+    kept = Pairs(
+        pairs.rollout,
+        pairs.trainer,
+        pairs.offsets,
+        pairs.mask & ~tokens,
+        pairs.ids,
+        pairs.prompts,
+        pairs.advantages,
+        pairs.steps,
+    )
+    return Sample(kept)
+
+
+def triage(pairs: Pairs | None, facts: Facts = Facts(), found: Sequence[Finding] = ()) -> list[Finding]:  # noqa: B008
+    """Return the causes that show, the first the one to look at first; ``rounding-sized`` alone where none does.
+
+    Args:
+        pairs: None to look at the settings alone.
+        facts: what is known beside.
+        found: what comparisons of weights or RoPE have found; they explain a mismatch's shape and size away.
+    """
+    sample, out = None if pairs is None else Sample(pairs), list(found)
+    explained = set(SHAPES) if found else set()
+    for cause in CAUSES:
+        if cause.name in explained:
+            continue
+        sign = cause.detect(sample, facts)
+        if sign is None:
+            continue
+        out.append(Finding(cause.name, sign.confidence, sign.evidence, cause.next_step))
+        explained |= set(cause.explains)
+        if isinstance(sign, Explained):
+            sample = _without(sample, sign.tokens)
+            if len(sample) < FEWEST:  # what is left shows nothing: only settings are looked at from here
+                sample, explained = None, explained | {"sequence-level-ratio"}
+    if out:
+        return out
+    if sample is None:
+        return [Finding(ROUNDING, POSSIBLE, "no setting explains a mismatch; no log-probs were given", NEXT)]
+    low = len(sample) < 2000
+    return [
+        Finding(
+            ROUNDING,
+            POSSIBLE if low else LIKELY,
+            f"k3 = {_interval(sample.k3)} nats per token over {len(sample):,} tokens in {len(sample.pairs)} sequences; spread "
+            f"of d / (1 - p) {sample.level:.2g} at every p, position and length"
+            + ("; 2,000 tokens are needed to see the other causes" if low else ""),
+            NEXT,
+        )
+    ]
+
+
+NEXT = "align rounding (`rounding_align=auto`); weights that differ by as little as rounding show in digests alone"
+
+
+def triage_rollouts(pairs: Pairs, meta, facts: Facts = Facts()) -> list[Finding]:  # noqa: B008
+    """Return :func:`triage` of pairs that come from a rollout file, whose ``meta`` says how the engine sampled."""
+    from .facts import of_rollouts
+
+    return triage(pairs, of_rollouts(meta) | facts)
+
+
+def compare_weights(trainer, engine) -> Finding | None:
+    """Return what comparing two digests found, None if every tensor that both sides name is equal in every bit.
+
+    Args:
+        trainer, engine: name -> :class:`.weights.Digest`.
+    """
+    from . import weights as digests
+
+    differ = digests.compare(trainer, engine)
+    if not differ:
+        return None
+    both = sum(name in engine for name in trainer)
+    worst = ", ".join(f"{x.name} by {x.relative:.2g}" for x in differ[:3])
+    return Finding(
+        "weights",
+        CERTAIN,
+        f"{len(differ)} of {both} tensors differ; relative to their size {worst}",
+        "look at how weights reach the engine: the checkpoint it loaded, the last weight synchronisation, a resume; casts from "
+        "fp32 masters must round to nearest once",
+    )
+
+
+def compare_rope(trainer, engine) -> Finding | None:
+    """Return what comparing two :class:`.rope.Rope` found, None if they are the same."""
+    from . import rope
+
+    says = rope.difference(trainer, engine)
+    if not says:
+        return None
+    return Finding(
+        "rope-parameters",
+        CERTAIN,
+        says,
+        "give both sides the same rope_parameters (engine: hf_overrides, max_model_len; trainer: the checkpoint's config)",
+    )
+
+
+def as_json(findings: Sequence[Finding]) -> list[dict]:
+    """Return the findings as plain data."""
+    return [asdict(finding) for finding in findings]
+
+
+def render(findings: Sequence[Finding], title: str):
+    """Return a rich table."""
+    from .. import report
+
+    columns = ("cause", "confidence", "evidence", "next step")
+    return report.table(title, columns, [(f.cause, f.confidence, f.evidence, f.next_step) for f in findings])
