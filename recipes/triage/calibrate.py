@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,60 +38,68 @@ class Case:
     pairs: Pairs
 
 
-def pairs_of(rollouts: Rollouts, trainer: np.ndarray, **more) -> Pairs:
-    """Return the rollouts' log-probs with a trainer's; of the first sequences if the trainer scored fewer."""
-    offsets = rollouts.response_offsets
+Store = Mapping[str, np.ndarray]  # of make_inputs.store
+
+
+def pairs_of(store: Store, run: str, trainer: np.ndarray) -> Pairs:
+    """Return a run's log-probs with a trainer's; of the first sequences if the trainer scored fewer."""
+    offsets = store[f"{run}/offsets"].astype(np.int64)
     n = int(np.searchsorted(offsets, len(trainer)))
-    first = rollouts.prompts.numpy()[:n]
-    ids = np.concatenate([rollouts.sequence(i)[first[i] :].numpy() for i in range(n)])
-    engine = rollouts.log_probs.numpy()[: len(trainer)]
-    return Pairs.of(engine, trainer, offsets[: n + 1], ids=ids, prompts=first, **more)
+    rollout = store[f"{run}/rollout"][: offsets[n]]
+    return Pairs.of(
+        rollout, trainer[: offsets[n]], offsets[: n + 1], prompts=store[f"{run}/prompts"][:n].astype(np.int64)
+    )
 
 
-def clean(gap: Path | None) -> Iterator[Case]:
-    """Yield runs without a fault: every engine mode and alignment that ``gap`` left, temperatures that agree."""
+def of_gap(folder: Path) -> Iterator[Case]:
+    """Yield the clean runs that ``verl-rounding-align gap`` left: each engine mode, each alignment."""
     for mode in ("compiled", "eager"):
-        if gap and (gap / mode / "rollouts.safetensors").exists():
-            rollouts = Rollouts.load(gap / mode)
-            for file in sorted((gap / mode).glob("trainer.*.safetensors")):
-                name = file.name.removeprefix("trainer.").removesuffix(".safetensors").split(".")
-                arm = name[0] + (", one sequence at a time" if name[2] == "1" else "")
-                yield Case(tool.ROUNDING, f"{mode}, {arm}", pairs_of(rollouts, load_file(file)["log_probs"]))
-    for name, (mode, temperature, top_p, top_k) in inputs.RUNS.items():
-        agrees = mode == "processed_logprobs" and top_p == 1 and not top_k
-        if agrees and (inputs.OUT / name / "trainer.safetensors").exists():
-            scores = load_file(inputs.OUT / name / "trainer.safetensors")[f"{temperature:g}"]
-            size = f"eager, both at temperature {temperature:g}"
-            yield Case(tool.ROUNDING, size, pairs_of(Rollouts.load(inputs.OUT / name), scores))
-
-
-def faults() -> Iterator[Case]:
-    """Yield every fault at every size."""
-    for name, (mode, temperature, top_p, top_k) in inputs.RUNS.items():
-        if not (inputs.OUT / name / "trainer.safetensors").exists():
+        if not (folder / mode / "rollouts.safetensors").exists():
             continue
-        rollouts, scores = Rollouts.load(inputs.OUT / name), load_file(inputs.OUT / name / "trainer.safetensors")
+        rollouts = Rollouts.load(folder / mode)
+        for file in sorted((folder / mode).glob("trainer.*.safetensors")):
+            name = file.name.removeprefix("trainer.").removesuffix(".safetensors").split(".")
+            arm = name[0] + (", one sequence at a time" if name[2] == "1" else "")
+            scores, prompts = load_file(file)["log_probs"], rollouts.prompts.numpy()
+            pairs = Pairs.of(rollouts.log_probs.numpy(), scores, rollouts.response_offsets, prompts=prompts)
+            yield Case(tool.ROUNDING, f"{mode}, {arm}", pairs)
+
+
+def cases(store: Store) -> Iterator[Case]:
+    """Yield runs without a fault, at temperatures that agree, and every fault at every size."""
+    for name, (mode, temperature, top_p, top_k) in inputs.RUNS.items():
+        if f"{name}/rollout" not in store:
+            continue
+
+        def at(t: float, name=name) -> Pairs:
+            return pairs_of(store, name, store[f"{name}/trainer {t:g}"])
+
         if mode == "raw_logprobs" and temperature != 1:
-            yield Case("processed-against-raw", f"T = {temperature:g}", pairs_of(rollouts, scores[f"{temperature:g}"]))
-        elif mode == "processed_logprobs" and temperature != 1:
-            yield Case("temperature", f"T = {temperature:g} scored at 1", pairs_of(rollouts, scores["1"]))
-        elif mode == "processed_logprobs" and (top_p < 1 or top_k):
-            yield Case("kept-mass", f"top-p {top_p:g}" if top_p < 1 else f"top-k {top_k}", pairs_of(rollouts, scores["1"]))
-    if not (inputs.OUT / "clean" / "trainer.safetensors").exists():
-        return
-    rollouts = Rollouts.load(inputs.OUT / "clean")
-    base = pairs_of(rollouts, load_file(inputs.OUT / "clean" / "trainer.safetensors")["1"])
-    yield from changed(base)
-    for file in sorted((inputs.OUT / "faults").glob("*.safetensors")):
-        kind, _, size = file.stem.partition(" ")
-        cause, name = {
-            "noise": ("weights", f"every matrix with noise of {size} of its size"),
-            "rope": ("growth-with-position", f"RoPE {size}"),
-            "window": ("growth-with-position", f"the trainer sees {size} tokens back"),
-            "pad": ("padding-or-mask", f"{size} padding tokens in front attended"),
-            "cut": ("growth-with-length", f"prompts cut to fit {size} tokens"),
-        }[kind]
-        yield Case(cause, name, pairs_of(rollouts, load_file(file)["1"]))
+            yield Case(tool.ROUNDING, f"eager, raw at T = {temperature:g}, scored at 1", at(1))
+            yield Case("processed-against-raw", f"T = {temperature:g}", at(temperature))
+        elif mode == "raw_logprobs":
+            yield Case(tool.ROUNDING, f"eager, raw at top-p {top_p:g}", at(1))
+        elif top_p < 1 or top_k:
+            yield Case("kept-mass", f"top-p {top_p:g}" if top_p < 1 else f"top-k {top_k}", at(1))
+        else:
+            yield Case(tool.ROUNDING, f"eager, both at T = {temperature:g}", at(temperature))
+            if temperature != 1:
+                yield Case("temperature", f"T = {temperature:g} scored at 1", at(1))
+    if "clean/rollout" in store:
+        yield from changed(pairs_of(store, "clean", store["clean/trainer 1"]))
+    for name in sorted(n for n in store if n.startswith("fault ")):
+        _, kind, size = name.split(" ", 2)
+        cause, text = FAULTS[kind]
+        yield Case(cause, text.format(size), pairs_of(store, "clean", store[name]))
+
+
+FAULTS = {
+    "noise": ("weights", "noise of {} of its size on every matrix"),
+    "rope": ("growth-with-position", "RoPE {}"),
+    "window": ("growth-with-position", "the trainer sees {} tokens back"),
+    "pad": ("padding-or-mask", "{} padding tokens in front attended"),
+    "cut": ("growth-with-length", "prompts cut to fit {} tokens"),
+}
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -122,7 +130,9 @@ def changed(base: Pairs) -> Iterator[Case]:
     left = np.concatenate([np.arange(a - 1, b - 1) for a, b in zip(base.offsets, base.offsets[1:], strict=False)])
     off = (base.positions == 0) & (np.arange(len(base.rollout)) > 0)
     yield Case(
-        "padding-or-mask", "the mask starts one token early", replace(base, rollout=np.where(off, base.rollout[left], base.rollout))
+        "padding-or-mask",
+        "the mask starts one token early",
+        replace(base, rollout=np.where(off, base.rollout[left], base.rollout)),
     )
     gone = np.random.default_rng(0).random(len(base.rollout)) < 0.01
     yield Case("missing-log-probs", "1 % not a number", replace(base, rollout=np.where(gone, np.nan, base.rollout)))
@@ -132,7 +142,10 @@ def changed(base: Pairs) -> Iterator[Case]:
 
 def rolled(base: Pairs, k: int) -> np.ndarray:
     """Return the trainer's log-probs moved by k tokens within each sequence, the ends repeated."""
-    starts, ends = np.repeat(base.offsets[:-1], np.diff(base.offsets)), np.repeat(base.offsets[1:], np.diff(base.offsets))
+    starts, ends = (
+        np.repeat(base.offsets[:-1], np.diff(base.offsets)),
+        np.repeat(base.offsets[1:], np.diff(base.offsets)),
+    )
     return base.trainer[np.clip(np.arange(len(base.trainer)) - k, starts, ends - 1)]
 
 
@@ -170,10 +183,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/calibration.json")
     options = parser.parse_args()
     rows = []
-    for case in [*clean(options.gap), *faults()]:
+    for case in [*(of_gap(options.gap) if options.gap else []), *cases(inputs.store())]:
         rows.append(rate(case, options.tokens, options.draws))
         r = rows[-1]
-        print(f"{r['cause']:24s} {r['size']:44s} {r['hits']:4d} of {r['draws']}  k3 {r['k3']:.2g}  {json.dumps(r['others'])}", flush=True)
+        print(
+            f"{r['cause']:24s} {r['size']:44s} {r['hits']:4d} of {r['draws']}  k3 {r['k3']:.2g}  {json.dumps(r['others'])}",
+            flush=True,
+        )
     report.write_json(options.json, {"tokens": options.tokens, "rows": rows})
 
 

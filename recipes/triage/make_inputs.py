@@ -165,13 +165,62 @@ def score_all(model: str) -> None:
         kept(faults / f"cut {cut}.safetensors", lambda c=cut: {"1": score(loaded, base, cut=c)[1.0]})
 
 
+def store(sequences: int | None = None) -> dict[str, np.ndarray]:
+    """Return all there is as flat arrays, of the first sequences alone if so many are asked for.
+
+    ``NAME/rollout``, ``NAME/trainer T``, ``NAME/offsets``, ``NAME/prompts`` of every run, ``fault NAME`` of scores of ``clean``.
+    """
+    from verl_rounding_align.measure.rollout import Rollouts
+
+    out = {}
+    for name in RUNS:
+        if not (OUT / name / "trainer.safetensors").exists():
+            continue
+        rollouts = Rollouts.load(OUT / name)
+        offsets = rollouts.response_offsets[: None if sequences is None else sequences + 1]
+        out[f"{name}/offsets"] = offsets.astype(np.int32)
+        out[f"{name}/prompts"] = rollouts.prompts.numpy()[: len(offsets) - 1].astype(np.int32)
+        out[f"{name}/rollout"] = rollouts.log_probs.numpy()[: offsets[-1]]
+        for t, scores in load_file(OUT / name / "trainer.safetensors").items():
+            out[f"{name}/trainer {t}"] = scores.numpy()[: offsets[-1]]
+    if "clean/offsets" in out:
+        for file in sorted((OUT / "faults").glob("*.safetensors")):
+            scores = load_file(file)["1"].numpy()
+            out[f"fault {file.stem}"] = scores[: out["clean/offsets"][-1]]
+    return out
+
+
+def record(folder: Path, sequences: int) -> None:
+    """Write a part of it for the tests, with where it is from."""
+    import hashlib
+
+    from safetensors.numpy import save_file as save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save({name: np.ascontiguousarray(x) for name, x in store(sequences).items()}, folder / "inputs.safetensors")
+    provenance = {
+        "script": "recipes/triage/make_inputs.py --record",
+        "sequences": sequences,
+        "sha256": hashlib.sha256((folder / "inputs.safetensors").read_bytes()).hexdigest(),
+        "runs": {
+            name: json.loads((OUT / name / "rollouts.json").read_text()) for name in RUNS if (OUT / name).exists()
+        },
+    }
+    for run in provenance["runs"].values():
+        run["model"] = Path(run["model"]).name
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default=str(ROOT / ".cache/smollm2-135m"), help="folder of the checkpoint")
     parser.add_argument("--tokens", type=int, default=8000, help="least response tokens per setting")
     parser.add_argument("--mode", help="only sample under this log-probs mode, in this process")
     parser.add_argument("--no-score", action="store_true")
+    parser.add_argument("--record", type=Path, help="only write the tests' part of the inputs into this folder")
     options = parser.parse_args()
+    if options.record:
+        return record(options.record, 20)
     if options.mode:
         return generate(options.model, options.mode, options.tokens)
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

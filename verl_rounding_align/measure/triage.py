@@ -268,11 +268,6 @@ def _signs(sample: Sample) -> tuple[float, float, float, int]:
     return float((sample.d[likely] < 0).mean()), float((d < 0).mean()), tilt, int(likely.sum())
 
 
-def _setting_explains(facts: Facts) -> bool:
-    """Whether raw log-probs are known to be returned at a temperature other than 1."""
-    return facts.logprobs_mode == "raw_logprobs" and facts.temperature not in (None, 1.0)
-
-
 def temperature(sample: Sample | None, facts: Facts) -> Sign | None:
     """The rollout's log-probs are sharper (or flatter) than the trainer's, token by token.
 
@@ -281,22 +276,27 @@ def temperature(sample: Sample | None, facts: Facts) -> Sign | None:
     0.02 at 2,000 tokens), and neither it nor other weights tie d to log p. Thresholds: d < 0 at less than a quarter of them
     (sharper) or more than three quarters (flatter); rank correlation of d and log p at p < 0.5 beyond 0.3, of that sign.
     """
+    differ = (
+        None not in (facts.temperature, facts.trainer_temperature) and facts.temperature != facts.trainer_temperature
+    )
+    set_so = differ and facts.logprobs_mode == "processed_logprobs"
+    says = f"the rollout's log-probs are at temperature {facts.temperature:g}, the trainer's at " if set_so else ""
+    says += f"{facts.trainer_temperature:g}" if set_so else ""
     if sample is None or len(sample) < FEWEST:
-        return None
+        return Sign(CERTAIN, says) if set_so else None
     high, _, tilt, n = _signs(sample)
     if not n or abs(tilt) < TILT or 0.25 <= high <= 0.75 or (high < 0.5) != (tilt > 0):
-        return None
+        return Sign(CERTAIN, says) if set_so else None
     sharper = high < 0.5
     if not sharper and _raw(sample, facts):
         return None
     ratio = _temperature_ratio(sample)
     share = 1 - high if sharper else high
     return Sign(
-        CERTAIN if facts.temperature not in (None, 1.0) and facts.logprobs_mode == "processed_logprobs" else LIKELY,
+        CERTAIN if set_so else LIKELY,
         f"the rollout is {'sharper' if sharper else 'flatter'} than the trainer at {_percent(share)} of {n:,} likely tokens "
         f"(rounding: half), rank correlation of d and log p at unlikely ones {tilt:+.2f} (rounding: 0): as if the rollout's "
-        f"temperature were {ratio:.2g} of the trainer's"
-        + (f"; the rollout samples at {facts.temperature:g}" if facts.temperature is not None else ""),
+        f"temperature were {ratio:.2g} of the trainer's" + (f"; {says}" if says else ""),
     )
 
 
