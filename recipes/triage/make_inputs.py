@@ -8,14 +8,16 @@ weights, another RoPE, attended left padding, a sliding window, prompts cut off 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "outputs" / "triage"
@@ -36,10 +38,10 @@ RUNS = {
     "raw_topp0.9": ("raw_logprobs", 1.0, 0.9, 0),
 }
 SEED = 20
-SEQUENCES = 28  # of the clean run, that trainers with a fault score
-NOISES = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
-WINDOWS = (32, 64, 128)
-PADS = (1, 8, 64)
+SEQUENCES = 28  # of a run, that trainers score
+NOISES = (0.05, 0.02, 0.1, 0.01, 0.003)
+WINDOWS = (64, 128)
+PADS = (8, 64)
 CUTS = (160, 240)  # most tokens of a sequence; a longer one loses the front of its prompt
 ROPES = {"theta x0.5": ("theta", 0.5), "theta x2": ("theta", 2.0), "theta x4": ("theta", 4.0), "linear x1.1": ("linear", 1.1)}  # fmt: skip
 
@@ -144,7 +146,7 @@ def score_all(model: str) -> None:
     loaded = load(model)
     for name, (_, temperature, _, _) in RUNS.items():
         if (OUT / name / "rollouts.safetensors").exists():
-            rollouts = Rollouts.load(OUT / name)
+            rollouts = head(Rollouts.load(OUT / name), SEQUENCES)
             wanted = sorted({1.0, temperature})
             kept(
                 OUT / name / "trainer.safetensors",
@@ -153,16 +155,13 @@ def score_all(model: str) -> None:
     faults = OUT / "faults"
     faults.mkdir(parents=True, exist_ok=True)
     base = head(Rollouts.load(OUT / "clean"), SEQUENCES)
-    for noise in NOISES:
-        kept(faults / f"noise {noise}.safetensors", lambda n=noise: {"1": score(load(model, noise=n), base)[1.0]})
-    for name, rope in ROPES.items():
-        kept(faults / f"rope {name}.safetensors", lambda r=rope: {"1": score(load(model, rope=r), base)[1.0]})
-    for window in WINDOWS:
-        kept(faults / f"window {window}.safetensors", lambda w=window: {"1": score(loaded, base, window=w)[1.0]})
-    for pad in PADS:
-        kept(faults / f"pad {pad}.safetensors", lambda p=pad: {"1": score(loaded, base, pad=p)[1.0]})
-    for cut in CUTS:
-        kept(faults / f"cut {cut}.safetensors", lambda c=cut: {"1": score(loaded, base, cut=c)[1.0]})
+    made = {f"window {w}": lambda w=w: score(loaded, base, window=w) for w in WINDOWS}
+    made |= {f"noise {n}": lambda n=n: score(load(model, noise=n), base) for n in NOISES}
+    made |= {f"rope {name}": lambda r=r: score(load(model, rope=r), base) for name, r in ROPES.items()}
+    made |= {f"pad {p}": lambda p=p: score(loaded, base, pad=p) for p in PADS}
+    made |= {f"cut {c}": lambda c=c: score(loaded, base, cut=c) for c in CUTS}
+    for name, make in made.items():
+        kept(faults / f"{name}.safetensors", lambda make=make: {"1": make()[1.0]})
 
 
 def store(sequences: int | None = None) -> dict[str, np.ndarray]:
@@ -177,12 +176,14 @@ def store(sequences: int | None = None) -> dict[str, np.ndarray]:
         if not (OUT / name / "trainer.safetensors").exists():
             continue
         rollouts = Rollouts.load(OUT / name)
-        offsets = rollouts.response_offsets[: None if sequences is None else sequences + 1]
+        scored = {t: x.numpy() for t, x in load_file(OUT / name / "trainer.safetensors").items()}
+        n = int(np.searchsorted(rollouts.response_offsets, len(next(iter(scored.values())))))
+        offsets = rollouts.response_offsets[: min(n, sequences or n) + 1]
         out[f"{name}/offsets"] = offsets.astype(np.int32)
         out[f"{name}/prompts"] = rollouts.prompts.numpy()[: len(offsets) - 1].astype(np.int32)
         out[f"{name}/rollout"] = rollouts.log_probs.numpy()[: offsets[-1]]
-        for t, scores in load_file(OUT / name / "trainer.safetensors").items():
-            out[f"{name}/trainer {t}"] = scores.numpy()[: offsets[-1]]
+        for t, scores in scored.items():
+            out[f"{name}/trainer {t}"] = scores[: offsets[-1]]
     if "clean/offsets" in out:
         for file in sorted((OUT / "faults").glob("*.safetensors")):
             scores = load_file(file)["1"].numpy()
