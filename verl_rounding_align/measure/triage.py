@@ -170,16 +170,16 @@ def shift(sample: Sample | None, facts: Facts) -> Sign | None:
 def padding(sample: Sample | None, facts: Facts) -> Sign | None:
     """Tokens that count and are no sampled tokens: padding, tool output, a wrong end.
 
-    (1) A log-prob above 0. (2) One side exactly 0, "certain", where the other gives p < 0.1: placeholders (top-p makes exact
-    zeros too, at tokens with p near top_p). (3) One side repeats one value 3 times and more while the other moves by 0.1.
-    (4) |u| of the first or last token beyond the 99th percentile of the others in too many sequences: binomial tail
-    below 1e-9, median 6 times that of the others (a response's first token is twice as noisy as others in clean runs).
+    (1) A log-prob above 0. (2) One side exactly 0 where the other gives p < 0.999, two such tokens: placeholders. Top-p makes
+    exact zeros too, but at every token with p above one bound; those of p < 0.1 count here even so. (3) One side repeats one
+    value 3 times and more while the other moves by 0.1.
     """
     if sample is None or not len(sample):
         return None
     r, t = sample.rollout, sample.trainer
     above = np.maximum(r, t) > 1e-3
-    zeros = ((r == 0) & (t < np.log(0.1))) | ((t == 0) & (r < np.log(0.1)))
+    bound = np.log(0.1 if _one_kept(sample).any() else 0.999)
+    zeros = ((r == 0) & (t < bound)) | ((t == 0) & (r < np.log(0.999)))
     same_sequence = np.diff(sample.sequence) == 0
     repeats = np.zeros(len(sample), dtype=bool)
     for a, b in ((r, t), (t, r)):
@@ -190,30 +190,27 @@ def padding(sample: Sample | None, facts: Facts) -> Sign | None:
         repeats[2:] |= run
     odd = above | zeros | repeats
     if odd.sum() >= max(2, 2e-4 * len(sample)):
-        kinds = {"are above 0": above, "are exactly 0 on one side, p < 0.1 on the other": zeros}
+        kinds = {"are above 0": above, "are exactly 0 on one side alone": zeros}
         says = [f"{x.sum():,} {name}" for name, x in kinds.items() if x.any()]
         rest = repeats & ~above & ~zeros
         says += [f"{rest.sum():,} repeat the value before on one side only"] if rest.any() else []
         ends = odd[sample.offsets[1:] - 1].mean()
         where = f"; {_percent(ends)} of sequences end in one" if ends > 0.2 else ""
         return Explained(CERTAIN, f"of {len(sample):,} log-probs that count, {', '.join(says)}{where}", odd)
-    for name, first in (("first", True), ("last", False)):
-        at = sample.offsets[:-1] if first else sample.offsets[1:] - 1
-        edge = np.zeros(len(sample), dtype=bool)
-        edge[at] = True
-        inner, edge = sample.clear & ~edge, sample.clear & edge
-        if inner.sum() < FEWEST or edge.sum() < 3:
-            continue
-        size = np.abs(sample.u)
-        beyond, n = int((size[edge] > np.quantile(size[inner], 0.99)).sum()), int(edge.sum())
-        ratio = float(np.median(size[edge]) / np.median(size[inner]))
-        if _binomial_tail(beyond, n, 0.01) < 1e-9 and ratio > 6:
-            return Explained(
-                LIKELY,
-                f"the {name} token of a response differs {ratio:.1f} times as much as others (median |u|, {n} sequences)",
-                edge,
-            )
     return None
+
+
+def _one_kept(sample: Sample) -> np.ndarray:
+    """Return where top-p kept one token: rollout exactly 0, trainer not; (tokens,) bool, none if zeros follow no bound on p.
+
+    fp32 gives exactly 0 to p > 1 - 6e-8 only. Of the tokens whose p (trainer's) is above the lower quartile of the zeros',
+    four in five must be zeros.
+    """
+    zeros = (sample.rollout == 0) & (sample.trainer < np.log(0.999)) & (sample.trainer > np.log(0.1))
+    if zeros.sum() < max(3, 0.002 * len(sample)):
+        return np.zeros(len(sample), dtype=bool)
+    above = (sample.trainer >= np.quantile(sample.trainer[zeros], 0.25)) & (sample.trainer < np.log(0.999))
+    return zeros & bool(zeros[above].mean() > 0.8)
 
 
 def _binomial_tail(k: int, n: int, p: float) -> float:
@@ -303,13 +300,12 @@ def temperature(sample: Sample | None, facts: Facts) -> Sign | None:
 def _temperature_ratio(sample: Sample) -> float:
     """Return the temperature of the rollout's log-probs over that of the trainer's, estimated from likely tokens.
 
-    With one competitor logit(p) is divided by the temperature; with more, the ratio of logits is further from 1.
+    With one competitor logit(p) is divided by the temperature; with more, the ratio is further from 1: the nearest tenth.
     """
-    likely = (sample.p > 0.9) & (sample.p < HIGH[1]) & (np.maximum(sample.rollout, sample.trainer) < -1e-6)
-    if likely.sum() < 10:
-        likely = (sample.p > 0.7) & (sample.p < HIGH[1]) & (np.maximum(sample.rollout, sample.trainer) < -1e-6)
+    likely = (sample.p > 0.7) & (sample.p < HIGH[1]) & (np.maximum(sample.rollout, sample.trainer) < -1e-6)
     logit = [x[likely] - np.log(-np.expm1(x[likely])) for x in (sample.rollout, sample.trainer)]
-    return float(np.median(logit[1] / logit[0]))
+    ratio = logit[1] / logit[0]
+    return float(np.quantile(ratio, 0.9 if np.median(ratio) < 1 else 0.1)) if len(ratio) else float("nan")
 
 
 def _raw(sample: Sample, facts: Facts) -> bool:
@@ -352,9 +348,8 @@ def raw(sample: Sample | None, facts: Facts) -> Sign | None:
 def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
     """Top-p or top-k: the rollout's log-probs are renormalised over the tokens kept, d = -log(kept mass) >= 0.
 
-    (1) Top-p keeps one token where p >= top_p: its log-prob is exactly 0, the trainer's is not. fp32 gives exactly 0 to
-    p > 1 - 6e-8 only; threshold: 0.2 % of tokens, and 3, with 0 on one side and p between 0.1 and 0.999 on the other (0.99
-    where d grows with log p: at temperature 0.3, p = 0.99 becomes 1 - 2e-7).
+    (1) Top-p keeps one token where p >= top_p: its log-prob is exactly 0, the trainer's is not (see ``_one_kept``); threshold:
+    3 tokens and 0.2 %. Not where d grows with log p: a low temperature takes likely tokens to 0 too.
     (2) d < 0 (noise alone) at less than a quarter of all tokens, likely or not, log-probs correlated beyond 0.9 and d not
     growing with log p: not a temperature, and not other weights (there d < 0 stays above a third until log-probs fall apart).
     """
@@ -365,10 +360,9 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
     says = " and ".join(filter(None, truncates))
     if sample is not None and len(sample) >= FEWEST:
         high, low, tilt, n = _signs(sample)
-        below = np.log(0.99 if tilt > TILT else 0.999)
-        exact = (sample.rollout == 0) & (sample.trainer < below) & (sample.trainer > np.log(0.1))
+        exact = _one_kept(sample)
         kept = float(np.exp(-sample.d).mean())
-        if exact.sum() >= max(3, 0.002 * len(sample)) and exact.mean() < 0.9:
+        if exact.any() and tilt < TILT:
             least = float(np.exp(sample.trainer[exact].min()))
             return Sign(
                 CERTAIN,
@@ -388,6 +382,33 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
         if says
         else None
     )
+
+
+def edges(sample: Sample | None, facts: Facts) -> Sign | None:
+    """Only the first or the last token of responses is off: the mask is one token out, or that token has another context.
+
+    |u| beyond the 99th percentile of the other tokens in too many sequences: binomial tail below 1e-9 (6 of 10), and a median
+    6 times that of the others; a response's first token is up to twice as noisy as others in clean runs.
+    """
+    if sample is None or not len(sample):
+        return None
+    for name, first in (("first", True), ("last", False)):
+        at = sample.offsets[:-1] if first else sample.offsets[1:] - 1
+        edge = np.zeros(len(sample), dtype=bool)
+        edge[at] = True
+        inner, edge = sample.clear & ~edge, sample.clear & edge
+        if inner.sum() < FEWEST or edge.sum() < 3 or not sample.level:
+            continue
+        size = np.abs(sample.u)
+        beyond, n = int((size[edge] > np.quantile(size[inner], 0.99)).sum()), int(edge.sum())
+        ratio = float(np.median(size[edge]) / np.median(size[inner]))
+        if _binomial_tail(beyond, n, 0.01) < 1e-9 and ratio > 6:
+            return Explained(
+                LIKELY,
+                f"the {name} token of a response differs {ratio:.1f} times as much as others (median |u|, {n} sequences)",
+                edge,
+            )
+    return None
 
 
 TILT = 0.3
@@ -588,7 +609,18 @@ class Cause:
     explains: tuple[str, ...] = ()
 
 
-SHAPES = ("growth-with-position", "growth-with-length", "moe-routing", "changes-with-step", "weights")
+MASK = (
+    "print response_mask beside both log-probs for one sequence that ends early: padding, tool output and what follows the end "
+    "must be masked, the end token must not"
+)
+SHAPES = (
+    "padding-or-mask",
+    "growth-with-position",
+    "growth-with-length",
+    "moe-routing",
+    "changes-with-step",
+    "weights",
+)
 CAUSES = (
     Cause(
         "missing-log-probs",
@@ -605,8 +637,7 @@ CAUSES = (
     Cause(
         "padding-or-mask",
         padding,
-        "print response_mask beside both log-probs for one sequence that ends early: padding, tool output and what follows "
-        "the end must be masked, the end token must not",
+        MASK,
     ),
     Cause(
         "low-precision-log-probs",
@@ -617,7 +648,7 @@ CAUSES = (
         "kept-mass",
         kept_mass,
         "sample with top_p=1 and top_k=-1 in training, or correct the rollout's log-probs by the mass that was kept",
-        ("weights",),
+        ("padding-or-mask", "weights"),
     ),
     Cause(
         "temperature",
@@ -631,6 +662,7 @@ CAUSES = (
         "set rollout.logprobs_mode=processed_logprobs (vLLM: logprobs_mode), or sample at temperature 1 with all tokens",
         SHAPES,
     ),
+    Cause("padding-or-mask", edges, MASK, ("weights",)),
     Cause(
         "growth-with-position",
         growth,
@@ -676,7 +708,7 @@ CAUSES = (
         "use actor.strategy=fsdp or fsdp2, or look for the cause in that backend's own kernels",
     ),
 )
-NAMES = tuple(cause.name for cause in CAUSES)
+NAMES = tuple(dict.fromkeys(cause.name for cause in CAUSES))
 
 
 def _interval(value: tuple[float, float, float]) -> str:
