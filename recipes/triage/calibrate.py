@@ -45,10 +45,9 @@ def pairs_of(store: Store, run: str, trainer: np.ndarray) -> Pairs:
     """Return a run's log-probs with a trainer's; of the first sequences if the trainer scored fewer."""
     offsets = store[f"{run}/offsets"].astype(np.int64)
     n = int(np.searchsorted(offsets, len(trainer)))
-    rollout = store[f"{run}/rollout"][: offsets[n]]
-    return Pairs.of(
-        rollout, trainer[: offsets[n]], offsets[: n + 1], prompts=store[f"{run}/prompts"][:n].astype(np.int64)
-    )
+    end, prompts = offsets[n], store[f"{run}/prompts"][:n].astype(np.int64)
+    ids = store[f"{run}/ids"][:end].astype(np.int64)
+    return Pairs.of(store[f"{run}/rollout"][:end], trainer[:end], offsets[: n + 1], ids=ids, prompts=prompts)
 
 
 def of_gap(folder: Path) -> Iterator[Case]:
@@ -60,8 +59,7 @@ def of_gap(folder: Path) -> Iterator[Case]:
         for file in sorted((folder / mode).glob("trainer.*.safetensors")):
             name = file.name.removeprefix("trainer.").removesuffix(".safetensors").split(".")
             arm = name[0] + (", one sequence at a time" if name[2] == "1" else "")
-            scores, prompts = load_file(file)["log_probs"], rollouts.prompts.numpy()
-            pairs = Pairs.of(rollouts.log_probs.numpy(), scores, rollouts.response_offsets, prompts=prompts)
+            pairs = rollouts.pairs(load_file(file)["log_probs"])
             yield Case(tool.ROUNDING, f"{mode}, {arm}", pairs)
 
 

@@ -167,7 +167,7 @@ def score_all(model: str) -> None:
 def store(sequences: int | None = None) -> dict[str, np.ndarray]:
     """Return all there is as flat arrays, of the first sequences alone if so many are asked for.
 
-    ``NAME/rollout``, ``NAME/trainer T``, ``NAME/offsets``, ``NAME/prompts`` of every run, ``fault NAME`` of scores of ``clean``.
+    ``NAME/rollout``, ``NAME/trainer T``, ``NAME/offsets``, ``NAME/prompts``, ``NAME/ids`` of every run, ``fault NAME`` of scores of ``clean``.
     """
     from verl_rounding_align.measure.rollout import Rollouts
 
@@ -181,6 +181,9 @@ def store(sequences: int | None = None) -> dict[str, np.ndarray]:
         offsets = rollouts.response_offsets[: min(n, sequences or n) + 1]
         out[f"{name}/offsets"] = offsets.astype(np.int32)
         out[f"{name}/prompts"] = rollouts.prompts.numpy()[: len(offsets) - 1].astype(np.int32)
+        first = rollouts.prompts.numpy()
+        ids = np.concatenate([rollouts.sequence(i)[first[i] :].numpy() for i in range(len(offsets) - 1)])
+        out[f"{name}/ids"] = ids.astype(np.uint16 if ids.max() < 1 << 16 else np.int32)
         out[f"{name}/rollout"] = rollouts.log_probs.numpy()[: offsets[-1]]
         for t, scores in scored.items():
             out[f"{name}/trainer {t}"] = scores[: offsets[-1]]

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .. import report
+from .pairs import Pairs
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Rollouts:
         """Where each sequence's responses start in ``log_probs``; (sequences + 1,)."""
         lengths = (self.offsets[1:] - self.offsets[:-1] - self.prompts).numpy()
         return np.concatenate([[0], np.cumsum(lengths)])
+
+    def pairs(self, trainer) -> Pairs:
+        """Return the log-probs with a trainer's, (responses,) of any float dtype, in the same order."""
+        first = self.prompts.numpy()
+        ids = np.concatenate([self.sequence(i)[n:].numpy() for i, n in enumerate(first)])
+        return Pairs.of(self.log_probs.numpy(), trainer, self.response_offsets, ids=ids, prompts=first)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

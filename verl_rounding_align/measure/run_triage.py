@@ -18,13 +18,7 @@ def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
     if not (folder / "rollouts.safetensors").exists() or not scores.exists():
         return None
     rollouts = Rollouts.load(folder)
-    found = pairs.Pairs.of(
-        rollouts.log_probs.numpy(),
-        load_file(scores)["log_probs"],
-        rollouts.response_offsets,
-        prompts=rollouts.prompts.numpy(),
-    )
-    return found, rollouts.meta
+    return rollouts.pairs(load_file(scores)["log_probs"]), rollouts.meta
 
 
 def run_triage(
