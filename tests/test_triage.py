@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from tiny import MODEL_TYPES, tiny
 from typer.testing import CliRunner
 
-from tests.tiny import MODEL_TYPES, tiny
 from verl_rounding_align import cli
 from verl_rounding_align.measure import facts, rope, triage, weights
 from verl_rounding_align.measure.facts import Facts
@@ -456,7 +456,14 @@ def test_vllms_weights_and_rope_are_the_trainers_until_one_is_changed(family, tm
     import os
     import subprocess
 
-    model = tiny(family, head_dim=32, hidden_size=128).eval()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=97, hidden_size=128, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(tmp_path)
     code = (
         "import json, sys; from vllm import LLM\n"
@@ -474,19 +481,23 @@ def test_vllms_weights_and_rope_are_the_trainers_until_one_is_changed(family, tm
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert "missing" not in found, found
-    engine = {
-        name: weights.Digest(tuple(x["shape"]), x["sha256"], x["norm"], tuple(x["sketch"]))
-        for name, x in found["weights"].items()
-    }
     trainer = weights.digest_hf(model)
-    assert set(trainer) - set(engine) <= {"lm_head.weight"} and len(engine) >= 3 * 9
-    assert triage.compare_weights(trainer, engine) is None
-    running = rope.Rope(np.array(found["rope"]["frequencies"]), found["rope"]["factor"])
-    assert triage.compare_rope(rope.of_config(model.config), running) is None
+    assert set(trainer) - set(found["weights"]) <= {"lm_head.weight"} and len(found["weights"]) >= 3 * 9
+    assert triage.compare_engine(model, found) == []
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight.mul_(1.01)
-    finding = triage.compare_weights(weights.digest_hf(model), engine)
-    assert "model.layers.2.self_attn.k_proj.weight by 0.01" in finding.evidence
+    (finding,) = triage.compare_engine(model, found)
+    assert finding.evidence.startswith(
+        f"1 of {len(found['weights'])} tensors differ; relative to their size model.layers.2.self_attn.k_proj.weight by 0.0"
+    )
+    model.config.rope_parameters["rope_theta"] *= 2
+    assert [f.cause for f in triage.compare_engine(model, found)] == ["weights", "rope-parameters"]
+
+
+def test_an_engine_that_cannot_answer_is_an_error():
+    with pytest.raises(ValueError) as error:
+        triage.compare_engine(tiny("llama"), {"missing": "AttributeError: no model"})
+    assert str(error.value) == "the engine gave no digest: AttributeError: no model"
 
 
 def test_every_family_is_digested():

@@ -16,7 +16,7 @@ for the smallest size of each fault that is detected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -846,6 +846,34 @@ def compare_rope(trainer, engine) -> Finding | None:
         says,
         "give both sides the same rope_parameters (engine: hf_overrides, max_model_len; trainer: the checkpoint's config)",
     )
+
+
+def compare_engine(model, answer: Mapping, rank: int = 0, size: int = 1) -> list[Finding]:
+    """Return what comparing a trainer with a running vLLM found: weights in every bit, RoPE before it is rounded.
+
+    Args:
+        model: Transformers model, or a checkpoint's folder.
+        answer: one worker's, of ``collective_rpc("rounding_align_digest")``.
+        rank, size: that worker's place in tensor parallelism.
+
+    Raises:
+        ValueError: the worker gave a reason in place of digests.
+    """
+    from . import rope
+    from . import weights as digests
+
+    if "missing" in answer:
+        raise ValueError(f"the engine gave no digest: {answer['missing']}")
+    engine = {
+        name: digests.Digest(tuple(x["shape"]), x["sha256"], x["norm"], tuple(x["sketch"]))
+        for name, x in answer["weights"].items()
+    }
+    running = rope.Rope(np.asarray(answer["rope"]["frequencies"]), answer["rope"]["factor"])
+    found = [
+        compare_weights(digests.digest_hf(model, rank=rank, size=size), engine),
+        compare_rope(rope.of_config(getattr(model, "config", model)), running),
+    ]
+    return [finding for finding in found if finding]
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict]:
