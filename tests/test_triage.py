@@ -43,8 +43,8 @@ CLEAN = case(triage.ROUNDING, "eager, both at T = 1").pairs
 
 @pytest.mark.parametrize("chosen", [c for c in CASES if (c.cause, c.size) in MET], ids=lambda c: f"{c.cause}: {c.size}")
 def test_a_fault_of_a_size_that_is_calibrated_is_named_first(chosen):
-    named = [triage.triage(sample)[0].cause for sample in calibrate.draws(chosen.pairs, 2000, DRAWS, seed=7)]
-    assert named == [chosen.cause] * DRAWS
+    named = [triage.triage(sample)[0].cause for sample in calibrate.draws(chosen, 2000, DRAWS, seed=7)]
+    assert set(named) <= {chosen.cause, *chosen.also}
 
 
 def test_every_cause_that_log_probs_show_is_calibrated():
@@ -131,7 +131,7 @@ def test_an_empty_mask_is_said():
     assert finding.evidence == "no token counts: the mask is empty"
 
 
-def outliers(share=0.005, size=3.0):
+def outliers(share=0.003, size=1.5):
     """A clean run with a few tokens that differ much, as where experts flip."""
     from dataclasses import replace
 
@@ -332,7 +332,7 @@ def test_a_difference_is_a_finding_that_names_the_tensors():
     finding = triage.compare_weights(a, b)
     assert finding.evidence == "1 of 3 tensors differ; relative to their size y by inf"
     assert triage.compare_weights(a, a) is None
-    assert triage.triage(case("weights", "noise of 0.1 of its size on every matrix").pairs, found=[finding]) == [
+    assert triage.triage(case(triage.OTHER, "noise of 0.1 of its size on every matrix").pairs, found=[finding]) == [
         finding
     ]
     with pytest.raises(ValueError) as error:
@@ -400,7 +400,7 @@ def test_other_rope_parameters_are_a_finding():
         "the engine divides every position by 2 (largest relative deviation of a frequency 0.5)"
     )
     yarn = rope.of_config(config(rope_theta=1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=512))
-    assert triage.compare_rope(base, yarn).evidence.startswith("the scaling differs, most at frequency 7: ")
+    assert triage.compare_rope(base, yarn).evidence.startswith("the scaling differs, most at frequency 4: ")
     assert triage.compare_rope(base, rope.Rope(base.frequencies, 1.1)).evidence == (
         "cos and sin are multiplied by 1 in the trainer, by 1.1 in the engine"
     )

@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,10 @@ class Case:
     cause: str
     size: str
     pairs: Pairs
+    also: tuple[str, ...] = ()  # names that are right too
+    part: np.ndarray | None = (
+        None  # (sequences,) bool, those with the fault: a draw holds two of either kind, or shows nothing
+    )
 
 
 Store = Mapping[str, np.ndarray]  # of make_inputs.store
@@ -88,15 +92,24 @@ def cases(store: Store) -> Iterator[Case]:
     for name in sorted(n for n in store if n.startswith("fault ")):
         _, kind, size = name.split(" ", 2)
         cause, text = FAULTS[kind]
-        yield Case(cause, text.format(size), pairs_of(store, "clean", store[name]))
+        pairs = pairs_of(store, "clean", store[name])
+        yield Case(cause, text.format(size), pairs, ("growth-with-length",) if kind == "cut" else ())
+        if kind == "rope":  # as where a scaling is switched on by length (LongRoPE)
+            lengths = np.diff(pairs.offsets)
+            long = np.repeat(lengths + pairs.prompts > LONG, lengths)
+            right = pairs_of(store, "clean", store["clean/trainer 1"]).trainer[: len(long)]
+            mixed = replace(pairs, trainer=np.where(long, pairs.trainer, right))
+            part = lengths + pairs.prompts > LONG
+            yield Case("growth-with-length", f"RoPE {size} in sequences of more than {LONG} tokens", mixed, part=part)
 
 
+LONG = 270
 FAULTS = {
-    "noise": ("weights", "noise of {} of its size on every matrix"),
-    "rope": ("growth-with-position", "RoPE {}"),
+    "noise": (tool.OTHER, "noise of {} of its size on every matrix"),
+    "rope": (tool.OTHER, "RoPE {}"),
     "window": ("growth-with-position", "the trainer sees {} tokens back"),
-    "pad": ("padding-or-mask", "{} padding tokens in front attended"),
-    "cut": ("growth-with-length", "prompts cut to fit {} tokens"),
+    "pad": (tool.OTHER, "{} padding tokens in front attended"),
+    "cut": (tool.OTHER, "prompts cut to fit {} tokens"),
 }
 
 
@@ -109,14 +122,13 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 def changed(base: Pairs) -> Iterator[Case]:
     """Yield faults of how log-probs are handled, made from a clean run's."""
-    from dataclasses import replace
-
     for k in (1, -1):
         yield Case("one-token-shift", f"every sequence, by {k:+d}", replace(base, trainer=rolled(base, k)))
     for every in (2, 4):
-        moved = (np.repeat(np.arange(len(base)), np.diff(base.offsets)) % every) == 0
+        part = np.arange(len(base)) % every == 0
+        moved = np.repeat(part, np.diff(base.offsets))
         pairs = replace(base, trainer=np.where(moved, rolled(base, 1), base.trainer))
-        yield Case("one-token-shift", f"one sequence in {every}", pairs)
+        yield Case("one-token-shift", f"one sequence in {every}", pairs, part=part)
     yield Case("low-precision-log-probs", "rollout in bf16", replace(base, rollout=bf16(base.rollout)))
     yield Case("low-precision-log-probs", "trainer in bf16", replace(base, trainer=bf16(base.trainer)))
     half = base.rollout.astype(np.float16).astype(np.float64)
@@ -147,12 +159,16 @@ def rolled(base: Pairs, k: int) -> np.ndarray:
     return base.trainer[np.clip(np.arange(len(base.trainer)) - k, starts, ends - 1)]
 
 
-def draws(pairs: Pairs, tokens: int, n: int, seed: int) -> Iterator[Pairs]:
+def draws(case: Case, tokens: int, n: int, seed: int) -> Iterator[Pairs]:
     """Yield n random choices of whole sequences with at least so many tokens."""
-    rng, lengths = np.random.default_rng(seed), np.diff(pairs.offsets)
-    for _ in range(n):
-        order = rng.permutation(len(pairs))
-        yield pairs.select(order[: int(np.searchsorted(lengths[order].cumsum(), tokens)) + 1])
+    rng, lengths, given = np.random.default_rng(seed), np.diff(case.pairs.offsets), 0
+    while given < n:
+        order = rng.permutation(len(lengths))
+        order = order[: int(np.searchsorted(lengths[order].cumsum(), tokens)) + 1]
+        faulty = None if case.part is None else int(case.part[order].sum())
+        if faulty is None or 2 <= faulty <= len(order) - 2:
+            given += 1
+            yield case.pairs.select(order)
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
@@ -164,12 +180,12 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
 
 def rate(case: Case, tokens: int, n: int) -> dict:
     """Return how often triage names what is there."""
-    named = Counter(tool.triage(sample)[0].cause for sample in draws(case.pairs, tokens, n, seed=1))
-    hits = named[case.cause]
+    named = Counter(tool.triage(sample)[0].cause for sample in draws(case, tokens, n, seed=1))
+    hits = sum(named[cause] for cause in (case.cause, *case.also))
     return dict(
-        cause=case.cause, size=case.size, hits=hits, draws=n, interval=wilson(hits, n),
+        cause=case.cause, also=case.also, size=case.size, hits=hits, draws=n, interval=wilson(hits, n),
         k3=float(np.nanmean(tool.k3_terms(case.pairs.rollout - case.pairs.trainer))),
-        others={cause: count for cause, count in named.most_common() if cause != case.cause},
+        others={cause: count for cause, count in named.most_common() if cause not in (case.cause, *case.also)},
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def table(results: dict) -> str:
         low, high = row["interval"]
         wanted = 0.98 if row["cause"] == ROUNDING else 0.95
         lines.append([
-            row["cause"], row["size"], f"{row['k3']:.2g}", f"{row['hits']} of {row['draws']}", f"{low:.3f} to {high:.3f}",
+            " or ".join([row["cause"], *row["also"]]), row["size"], f"{row['k3']:.2g}", f"{row['hits']} of {row['draws']}", f"{low:.3f} to {high:.3f}",
             "yes" if row["hits"] >= wanted * row["draws"] else "no",
             ", ".join(f"{cause} {n}" for cause, n in row["others"].items()),
         ])  # fmt: skip

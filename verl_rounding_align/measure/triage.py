@@ -389,7 +389,8 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
     """Only the first or the last token of responses is off: the mask is one token out, or that token has another context.
 
     |u| beyond the 99th percentile of the other tokens in too many sequences: binomial tail below 1e-9 (6 of 10), and a median
-    6 times that of the others; a response's first token is up to twice as noisy as others in clean runs.
+    6 times that of the others (a response's first token is up to twice as noisy as others in clean runs) and 4 times that of the
+    four tokens beside it (another prompt puts these off too).
     """
     if sample is None or not len(sample):
         return None
@@ -403,6 +404,10 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
         size = np.abs(sample.u)
         beyond, n = int((size[edge] > np.quantile(size[inner], 0.99)).sum()), int(edge.sum())
         ratio = float(np.median(size[edge]) / np.median(size[inner]))
+        position = sample.pairs.positions if first else _from_the_end(sample)
+        beside = sample.clear & (position >= 1) & (position <= 4)
+        if not beside.any() or np.median(size[edge]) < 4 * np.median(size[beside]):
+            continue
         if _binomial_tail(beyond, n, 0.01) < 1e-9 and ratio > 6:
             return Explained(
                 LIKELY,
@@ -412,30 +417,41 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
     return None
 
 
+def _from_the_end(sample: Sample) -> np.ndarray:
+    """Return each token's position from the end of its response, from 0; (tokens,)."""
+    return np.repeat(sample.offsets[1:], np.diff(sample.offsets)) - 1 - np.arange(len(sample))
+
+
 TILT = 0.3
 ONE_SIDED = 0.25
 
 
-def heavy_tail(sample: Sample | None, facts: Facts) -> Sign | None:
-    """MoE routing: a token whose experts differ moves far, the others by rounding.
+def routing(sample: Sample | None, facts: Facts) -> Sign | None:
+    """MoE routing, in a model that is known to have experts; see ``_heavy_tail``."""
+    share = _heavy_tail(sample) if facts.experts else 0.0
+    return Sign(LIKELY, f"{_tail_says(share)}; the model has {facts.experts} experts") if share > HEAVY else None
 
-    Share of sum u^2 that the 1 % of tokens with the largest u^2 carry: 0.08 for Gaussian noise, 0.08 to 0.13 on clean dense
-    models. Threshold 0.35. Without experts it is no routing.
+
+def perhaps_routing(sample: Sample | None, facts: Facts) -> Sign | None:
+    """A heavy tail that nothing else explains, where it is not known whether the model has experts."""
+    share = _heavy_tail(sample) if facts.experts is None else 0.0
+    says = "whether the model has experts is not known (--model PATH says so)"
+    return Sign(POSSIBLE, f"{_tail_says(share)}; {says}") if share > HEAVY else None
+
+
+def _heavy_tail(sample: Sample | None) -> float:
+    """Return the share of sum u^2 that the 1 % of tokens with the largest u^2 carry.
+
+    0.08 for Gaussian noise, 0.10 to 0.16 on clean dense models. A token whose experts differ moves far, the others by rounding.
     """
-    if sample is None or len(sample) < FEWEST or facts.experts == 0:
-        return None
+    if sample is None or sample.clear.sum() < FEWEST:
+        return 0.0
     square = np.sort(np.square(sample.u[sample.clear]))[::-1]
-    top = max(1, len(square) // 100)
-    share = float(square[:top].sum() / max(square.sum(), 1e-300))
-    if len(square) < FEWEST or share < HEAVY:
-        return None
-    times = float(np.sqrt(square[:top].mean()) / sample.level) if sample.level else float("inf")
-    known = f"the model has {facts.experts} experts" if facts.experts else "whether the model has experts is not known"
-    return Sign(
-        LIKELY if facts.experts else POSSIBLE,
-        f"1 % of tokens carry {_percent(share)} of the squared difference (rounding: 8 to 13 %), {times:.0f} times the "
-        f"median size each; {known}",
-    )
+    return float(square[: max(1, len(square) // 100)].sum() / max(square.sum(), 1e-300))
+
+
+def _tail_says(share: float) -> str:
+    return f"1 % of tokens carry {_percent(share)} of the squared difference (rounding: 8 to 16 %)"
 
 
 HEAVY = 0.35
@@ -485,7 +501,7 @@ def length(sample: Sample | None, facts: Facts) -> Sign | None:
 
     Mean log |u| of sequences longer than a length less that of the shorter, at the length where its t is largest; the
     spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs). Thresholds: a factor of
-    1.7 in |u|, t of 6.
+    1.5 in |u|, t of 4.5 (twice the spread makes it 9 of a clean run's standard errors, and there are a dozen lengths).
     """
     if sample is None or sample.clear.sum() < FEWEST or len(sample.pairs) < 6:
         return None
@@ -495,16 +511,20 @@ def length(sample: Sample | None, facts: Facts) -> Sign | None:
     lengths = np.diff(sample.offsets) + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
     best = None
     for limit in np.unique(lengths)[:-1]:
-        long = (lengths > limit) & (count >= 8)
-        short = (lengths <= limit) & (count >= 8)
-        if long.sum() < 2 or short.sum() < 2:
+        groups = [(lengths > limit) & (count >= 8), (lengths <= limit) & (count >= 8)]
+        if min(count[g].sum() for g in groups) < 60:
             continue
-        spread = [max(0.0225, float(mean[g].var(ddof=1))) + 1.2 / count[g].mean() for g in (long, short)]
-        apart = float(mean[long].mean() - mean[short].mean())
-        t = apart / np.sqrt(spread[0] / long.sum() + spread[1] / short.sum())
+        rest = np.concatenate([mean[g] - mean[g].mean() for g in groups])
+        between = max(0.0225, float((rest * rest).sum() / max(1, len(rest) - 2)))
+        error = np.sqrt(sum(between / g.sum() + 1.2 / count[g].sum() for g in groups))
+        apart = float(
+            np.average(mean[groups[0]], weights=count[groups[0]])
+            - np.average(mean[groups[1]], weights=count[groups[1]])
+        )
+        t = apart / error
         if best is None or t > best[0]:
             best = (t, apart, int(limit))
-    if best is None or best[0] < 6 or best[1] < np.log(1.7):
+    if best is None or best[0] < 4.5 or best[1] < np.log(1.5):
         return None
     unit = "tokens with the prompt" if sample.pairs.prompts is not None else "tokens"
     return Sign(
@@ -562,37 +582,40 @@ def _same_token(sample: Sample) -> tuple[float, float]:
     return pairs(x) / count / float(x.var()), pairs(x) / float(spread)
 
 
-def weights(sample: Sample | None, facts: Facts) -> Sign | None:
-    """Other weights than the trainer's, or another model.
+def other_model(sample: Sample | None, facts: Facts) -> Sign | None:
+    """One side computes another function: other weights, other RoPE parameters, or another context (prompt, padding in front).
 
-    (1) Weights that differ move a token's logit in one direction at all its places, rounding does not: correlation of u at
-    two places, in two sequences, with the same token. 0.00 +- 0.01 on clean runs, 0.12 to 0.16 where weights alone make the
-    mismatch, in proportion where rounding does too. Threshold 0.025, and z of 5. Needs the tokens' ids.
+    (1) With other weights a token's logit moves in one direction at all its places; rounding has none. Correlation of u at two
+    places, in two sequences, with the same token: 0.00 +- 0.01 on clean runs, 0.11 to 0.15 for other weights, 0.02 to 0.07 for
+    RoPE or context, in proportion where rounding makes a part of the mismatch. Threshold 0.025, and z of 5. Needs ids.
     (2) A mismatch of any shape that is too large for rounding: the 95 % interval of k3 above 0.01 nats per token (five times
     the largest of the clean runs here, SmolLM2-135M) is possible, above 0.05 likely.
+    Which of the three: the correlation, and another context matters less and less as the response goes on (slope as in
+    ``growth``, -0.2 to -0.4; other weights -0.05 to -0.1).
     """
     if sample is None or len(sample) < FEWEST:
         return None
     rho, z = _same_token(sample)
-    if rho > SAME_TOKEN and z > 5:
-        return Sign(
-            LIKELY,
-            f"the same token differs in the same direction wherever it stands: correlation of d / (1 - p) in different sequences "
-            f"{rho:.2f} (z = {z:.0f}; rounding: 0.00); k3 = {_interval(sample.k3)} nats per token",
-        )
     value, low, _ = sample.k3
     bound = value if np.isnan(low) else low
-    if bound < LARGE[0]:
+    same = rho > SAME_TOKEN and z > 5
+    if not same and bound < LARGE[0]:
         return None
-    return Sign(
-        LIKELY if bound > LARGE[1] else POSSIBLE,
-        f"k3 = {_interval(sample.k3)} nats per token, rounding alone gives up to 0.002 on the models measured; no other "
-        "cause shows in the log-probs",
-    )
+    says = f"k3 = {_interval(sample.k3)} nats per token (rounding alone: up to 0.002 on the models measured)"
+    slope, error = _slope(np.log1p(sample.pairs.positions[sample.clear]), _log_size(sample))
+    if sample.pairs.ids is not None:
+        says += (
+            "; the same token differs in the same direction in different sequences: correlation of d / (1 - p) "
+            f"{rho:.2f} (z = {z:.0f}; rounding 0.00, other weights 0.11 to 0.15, RoPE or context 0.02 to 0.07)"
+        )
+    if slope < FALLING and slope < -5 * error:
+        says += f"; |u| falls as position^{slope:.2f}: more like another context in front than like other weights"
+    return Sign(LIKELY if same or bound > LARGE[1] else POSSIBLE, says)
 
 
 SAME_TOKEN = 0.025
 LARGE = (0.01, 0.05)
+FALLING = -0.15
 
 
 def sequence_ratio(sample: Sample | None, facts: Facts) -> Sign | None:
@@ -640,9 +663,14 @@ class Cause:
     explains: tuple[str, ...] = ()
 
 
+OTHER = "weights-rope-or-context"
 MASK = (
     "print response_mask beside both log-probs for one sequence that ends early: padding, tool output and what follows the end "
     "must be masked, the end token must not"
+)
+ROUTING = (
+    "replay the rollout's routing in the trainer (verl: rollout.enable_rollout_routing_replay); alignment of rounding does "
+    "not fix a flipped expert"
 )
 SHAPES = (
     "padding-or-mask",
@@ -650,7 +678,7 @@ SHAPES = (
     "growth-with-length",
     "moe-routing",
     "changes-with-step",
-    "weights",
+    OTHER,
 )
 CAUSES = (
     Cause(
@@ -679,7 +707,7 @@ CAUSES = (
         "kept-mass",
         kept_mass,
         "sample with top_p=1 and top_k=-1 in training, or correct the rollout's log-probs by the mass that was kept",
-        ("padding-or-mask", "weights"),
+        ("padding-or-mask", "moe-routing", OTHER),
     ),
     Cause(
         "temperature",
@@ -693,41 +721,43 @@ CAUSES = (
         "set rollout.logprobs_mode=processed_logprobs (vLLM: logprobs_mode), or sample at temperature 1 with all tokens",
         SHAPES,
     ),
-    Cause("padding-or-mask", edges, MASK, ("weights",)),
+    Cause("padding-or-mask", edges, MASK, (OTHER,)),
     Cause(
         "growth-with-position",
         growth,
         "compare the RoPE parameters of both sides (`triage --model A --trainer-model B`), then the KV cache's dtype, sliding "
         "windows and chunked prefill",
-        ("growth-with-length", "weights"),
+        ("growth-with-length", "moe-routing", OTHER),
     ),
     Cause(
         "growth-with-length",
         length,
         "look at what happens to long sequences alone: truncation of prompts, max_model_len, packing, dynamic batch size, "
         "sequence parallelism",
-        ("weights",),
+        (OTHER,),
     ),
     Cause(
         "moe-routing",
-        heavy_tail,
-        "replay the rollout's routing in the trainer (verl: rollout.enable_rollout_routing_replay); alignment of rounding does "
-        "not fix a flipped expert",
-        ("weights",),
+        routing,
+        ROUTING,
+        (OTHER,),
     ),
     Cause(
         "changes-with-step",
         steps,
         "look at what happened before that step (resume, reload, weight synchronisation) and run a few steps at lr=0: a "
         "mismatch of rounding stays as it is",
-        ("weights",),
+        (OTHER,),
     ),
     Cause(
-        "weights",
-        weights,
-        "compare digests of both sides' weights (`triage --model A --trainer-model B`; in the engine, "
-        "collective_rpc('rounding_align_digest')), first after loading, then after a weight synchronisation",
+        OTHER,
+        other_model,
+        "compare both sides' weights and RoPE parameters (`triage --model A --trainer-model B`; in the engine, "
+        "collective_rpc('rounding_align_digest')), first after loading, then after a weight synchronisation; if they are equal, "
+        "score one sequence alone, without padding: attention masks, truncated prompts, the chat template",
+        ("moe-routing",),
     ),
+    Cause("moe-routing", perhaps_routing, ROUTING),
     Cause(
         "sequence-level-ratio",
         sequence_ratio,
