@@ -49,7 +49,7 @@ def test_a_fault_of_a_size_that_is_calibrated_is_named_first(chosen):
 
 def test_every_cause_that_log_probs_show_is_calibrated():
     """At one size at least; the other causes need settings, experts or training steps, and have tests of their own."""
-    others = {"moe-routing", "changes-with-step", "sequence-level-ratio", "unsupported-backend"}
+    others = {"changes-with-step", "sequence-level-ratio", "unsupported-backend"}
     assert {cause for cause, _ in MET} == {triage.ROUNDING, *triage.NAMES} - others
 
 
@@ -114,7 +114,7 @@ def test_kept_mass_says_how_much_was_kept():
 def test_a_temperature_is_estimated(t):
     (finding,) = triage.triage(case("temperature", f"T = {t:g} scored at 1").pairs)
     assert finding.confidence == "likely" and finding.evidence.startswith(
-        "the rollout is sharper than the trainer at 1"
+        "the rollout is sharper than the trainer at 99."
     )
     assert abs(float(finding.evidence.split("temperature were ")[1].split(" ")[0]) - t) < 0.1
 
@@ -147,6 +147,14 @@ def test_a_few_far_tokens_are_routing_only_where_there_are_experts():
     assert triage.triage(outliers())[0].confidence == "possible"
     assert "moe-routing" not in [f.cause for f in triage.triage(outliers(), Facts(experts=0))]
     assert triage.triage(CLEAN, Facts(experts=64))[0].cause == triage.ROUNDING
+
+
+def test_routing_of_a_real_moe_is_likely_where_its_experts_are_known():
+    pairs = case("moe-routing", "random Qwen3-MoE, 16 experts").pairs
+    (finding,) = triage.triage(pairs, Facts(experts=16))
+    assert (finding.cause, finding.confidence) == ("moe-routing", "likely")
+    assert finding.evidence.endswith("of the squared difference (rounding: 8 to 16 %); the model has 16 experts")
+    assert triage.triage(pairs)[0].confidence == "possible"
 
 
 def test_a_jump_at_a_step_is_named():

@@ -87,6 +87,12 @@ def cases(store: Store) -> Iterator[Case]:
             yield Case(tool.ROUNDING, f"eager, both at T = {temperature:g}", at(temperature))
             if temperature != 1:
                 yield Case("temperature", f"T = {temperature:g} scored at 1", at(1))
+    if "random qwen3/rollout" in store:
+        yield Case(
+            tool.ROUNDING, "eager, random Qwen3", pairs_of(store, "random qwen3", store["random qwen3/trainer 1"])
+        )
+        pairs = pairs_of(store, "random qwen3_moe", store["random qwen3_moe/trainer 1"])
+        yield Case("moe-routing", "random Qwen3-MoE, 16 experts", pairs)
     if "clean/rollout" in store:
         yield from changed(pairs_of(store, "clean", store["clean/trainer 1"]))
     for name in sorted(n for n in store if n.startswith("fault ")):

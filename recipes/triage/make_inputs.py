@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import resources
@@ -36,6 +37,10 @@ RUNS = {
     "raw_t0.6": ("raw_logprobs", 0.6, 1.0, 0),
     "raw_t0.8": ("raw_logprobs", 0.8, 1.0, 0),
     "raw_topp0.9": ("raw_logprobs", 1.0, 0.9, 0),
+}
+RANDOM = {
+    "qwen3": {},
+    "qwen3_moe": dict(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[]),
 }
 SEED = 20
 SEQUENCES = 28  # of a run, that trainers score
@@ -68,6 +73,39 @@ def generate(model: str, mode: str, tokens: int) -> None:
         )  # fmt: skip
         options = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs_mode=mode, seed=SEED)
         sample(model, prompts(), tokens, True, engine=engine, **options).save(OUT / name)
+
+
+def random_model(family: str, tokenizer: str) -> Path:
+    """Return the folder of a small random model, made if it is not there, with another model's tokenizer (49,152 tokens)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = OUT / "models" / family
+    if not folder.exists():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            family, vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, **RANDOM[family],
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "norm" in name:
+                    weight.copy_(1 + 0.3 * torch.randn_like(weight))
+                else:  # so that distributions are not flat, and experts differ
+                    scale = {"embed_tokens": 15, "lm_head": 15, "gate": 10}
+                    weight.mul_(scale.get(name.split(".")[-2], 3))
+        model.save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(Path(tokenizer) / file, folder / file)
+    return folder
+
+
+def generate_random(family: str, tokenizer: str) -> None:
+    """Sample from a random model, in this process."""
+    from verl_rounding_align.measure.rollout import generate as sample
+
+    folder, options = str(random_model(family, tokenizer)), dict(length=128, seed=3, logprobs_mode="processed_logprobs")
+    sample(folder, prompts(), 6000, True, **options).save(OUT / f"random {family}")
 
 
 @torch.no_grad()
@@ -152,6 +190,12 @@ def score_all(model: str) -> None:
                 OUT / name / "trainer.safetensors",
                 lambda r=rollouts, w=wanted: {f"{t:g}": x for t, x in score(loaded, r, w).items()},
             )
+    for family in RANDOM:
+        rollouts = head(Rollouts.load(OUT / f"random {family}"), SEQUENCES)
+        kept(
+            OUT / f"random {family}" / "trainer.safetensors",
+            lambda r=rollouts, f=family: {"1": score(load(str(random_model(f, model))), r)[1.0]},
+        )
     faults = OUT / "faults"
     faults.mkdir(parents=True, exist_ok=True)
     base = head(Rollouts.load(OUT / "clean"), SEQUENCES)
@@ -172,7 +216,7 @@ def store(sequences: int | None = None) -> dict[str, np.ndarray]:
     from verl_rounding_align.measure.rollout import Rollouts
 
     out = {}
-    for name in RUNS:
+    for name in [*RUNS, *(f"random {family}" for family in RANDOM)]:
         if not (OUT / name / "trainer.safetensors").exists():
             continue
         rollouts = Rollouts.load(OUT / name)
@@ -207,7 +251,9 @@ def record(folder: Path, sequences: int) -> None:
         "sequences": sequences,
         "sha256": hashlib.sha256((folder / "inputs.safetensors").read_bytes()).hexdigest(),
         "runs": {
-            name: json.loads((OUT / name / "rollouts.json").read_text()) for name in RUNS if (OUT / name).exists()
+            name: json.loads((OUT / name / "rollouts.json").read_text())
+            for name in [*RUNS, *(f"random {f}" for f in RANDOM)]
+            if (OUT / name).exists()
         },
     }
     for run in provenance["runs"].values():
@@ -219,20 +265,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default=str(ROOT / ".cache/smollm2-135m"), help="folder of the checkpoint")
     parser.add_argument("--tokens", type=int, default=8000, help="least response tokens per setting")
-    parser.add_argument("--mode", help="only sample under this log-probs mode, in this process")
+    parser.add_argument(
+        "--mode", help="only sample under this log-probs mode, or of this random model, in this process"
+    )
     parser.add_argument("--no-score", action="store_true")
     parser.add_argument("--record", type=Path, help="only write the tests' part of the inputs into this folder")
     options = parser.parse_args()
     if options.record:
         return record(options.record, 20)
+    if options.mode in RANDOM:
+        return generate_random(options.mode, options.model)
     if options.mode:
         return generate(options.model, options.mode, options.tokens)
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     OUT.mkdir(parents=True, exist_ok=True)
-    for mode in dict.fromkeys(mode for mode, *_ in RUNS.values()):
-        if all((OUT / n / "rollouts.safetensors").exists() for n, run in RUNS.items() if run[0] == mode):
+    wanted = {mode: [n for n, run in RUNS.items() if run[0] == mode] for mode, *_ in RUNS.values()}
+    for mode, names in {**wanted, **{family: [f"random {family}"] for family in RANDOM}}.items():
+        if all((OUT / name / "rollouts.safetensors").exists() for name in names):
             continue
         command = [sys.executable, __file__, "--mode", mode, "--model", options.model, "--tokens", str(options.tokens)]
         with (OUT / f"{mode}.log").open("w") as log:

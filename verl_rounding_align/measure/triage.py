@@ -129,9 +129,10 @@ def missing(sample: Sample | None, facts: Facts) -> Sign | None:
         return Sign(CERTAIN, "no token counts: the mask is empty")
     for name, side in (("rollout", sample.rollout), ("trainer", sample.trainer)):
         if not side.any():
-            return Sign(CERTAIN, f"every {name} log-prob is exactly 0")
+            return Explained(CERTAIN, f"every {name} log-prob is exactly 0", np.ones(len(sample), dtype=bool))
     if len(sample) >= 100 and not sample.d.any():
-        return Sign(LIKELY, f"rollout and trainer log-probs are equal in every bit for all {len(sample):,} tokens")
+        says = f"rollout and trainer log-probs are equal in every bit for all {len(sample):,} tokens"
+        return Explained(LIKELY, says, np.ones(len(sample), dtype=bool))
     return None
 
 
@@ -501,7 +502,7 @@ def length(sample: Sample | None, facts: Facts) -> Sign | None:
 
     Mean log |u| of sequences longer than a length less that of the shorter, at the length where its t is largest; the
     spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs). Thresholds: a factor of
-    1.5 in |u|, t of 4.5 (twice the spread makes it 9 of a clean run's standard errors, and there are a dozen lengths).
+    1.5 in |u|, t of 4 (twice the spread makes it 8 of a clean run's standard errors, and there are a dozen lengths).
     """
     if sample is None or sample.clear.sum() < FEWEST or len(sample.pairs) < 6:
         return None
@@ -524,7 +525,7 @@ def length(sample: Sample | None, facts: Facts) -> Sign | None:
         t = apart / error
         if best is None or t > best[0]:
             best = (t, apart, int(limit))
-    if best is None or best[0] < 4.5 or best[1] < np.log(1.5):
+    if best is None or best[0] < 4 or best[1] < np.log(1.5):
         return None
     unit = "tokens with the prompt" if sample.pairs.prompts is not None else "tokens"
     return Sign(

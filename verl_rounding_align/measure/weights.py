@@ -20,6 +20,7 @@ import torch
 
 BUCKETS = 64
 BLOCK = 1 << 20  # weights whose signs are drawn once; later blocks use them again
+VOCAB = 64  # vLLM pads the vocabulary to a multiple of it
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 # dimension that tensor parallelism splits; other tensors are whole on every rank
@@ -72,10 +73,11 @@ def _shard(name: str, weight: torch.Tensor, rank: int, size: int) -> torch.Tenso
     dim = SPLIT.get(layer)
     if size == 1 or dim is None or (dim >= weight.ndim):
         return weight
+    if layer in ("embed_tokens", "lm_head"):  # vLLM pads the vocabulary before it splits it
+        rows = -(-weight.shape[0] // VOCAB) * VOCAB // size
+        return weight[rank * rows : (rank + 1) * rows]
     if weight.shape[dim] % size:
-        raise ValueError(
-            f"{name}: {weight.shape[dim]} rows cannot be split over {size} ranks; digest one rank's engine"
-        )
+        raise ValueError(f"{name}: {weight.shape[dim]} rows or columns cannot be split over {size} ranks")
     return weight.chunk(size, dim)[rank]
 
 
@@ -147,8 +149,8 @@ def digest_vllm(model) -> dict[str, Digest]:
             prefix = path[: path.index("experts") + len("experts")]
             found[f"{prefix}.{EXPERTS[leaf]}"] = digest(weight, weight.dtype)
         else:
-            if hasattr(module, "org_vocab_size"):  # vLLM pads the vocabulary
-                weight = weight[: module.org_vocab_size]
+            if hasattr(module, "shard_indices"):  # vLLM pads the vocabulary
+                weight = weight[: module.shard_indices.num_org_elements]
             found[name] = digest(weight, weight.dtype)
     return found
 
