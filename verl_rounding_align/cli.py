@@ -240,7 +240,8 @@ def attribute(
 @app.command()
 def triage(
     dump: Annotated[
-        Path | None, typer.Argument(help="paired log-probs: .jsonl, .parquet, a folder of them, or one mode's folder of `gap`")
+        Path | None,
+        typer.Argument(help="paired log-probs: .jsonl, .parquet, a folder of them, or one mode's folder of `gap`"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML: verl's config, as the run had it")] = None,
     model: Annotated[str | None, typer.Option(help="folder of the checkpoint that the engine loads")] = None,
