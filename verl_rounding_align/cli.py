@@ -313,6 +313,34 @@ def landing(
     run_landing(model, text, tokens, window, json)
 
 
+@app.command()
+def triage(
+    dump: Annotated[
+        Path | None,
+        typer.Argument(help="paired log-probs: .jsonl, .parquet, a folder of them, or one mode's folder of `gap`"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML: verl's config, as the run had it")] = None,
+    model: Annotated[str | None, typer.Option(help="folder of the checkpoint that the engine loads")] = None,
+    trainer_model: Annotated[
+        str | None,
+        typer.Option(help="folder of the trainer's checkpoint; weights and RoPE are compared with --model's"),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Name causes of a mismatch that are not rounding, from log-probs and settings; exit 0 if it is rounding-sized."""
+    from . import report
+    from .measure import triage as tool
+    from .measure.run_triage import run_triage
+    from .measure.tally import VERSION
+
+    findings = run_triage(dump, config, model, trainer_model)
+    report.show(tool.render(findings, str(dump or config or model)))
+    if json:
+        head = {"schema": "verl-rounding-align/triage", "schema_version": VERSION}
+        report.write_json(json, {**head, "findings": tool.as_json(findings)})
+    raise typer.Exit(0 if [f.cause for f in findings] == [tool.ROUNDING] else 1)
+
+
 def main() -> None:
     """Run the command line; a ValueError is a message for the user: printed without a traceback, exit code 2."""
     try:

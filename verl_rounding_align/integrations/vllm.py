@@ -1,7 +1,7 @@
 """vLLM plugin (entry point group `vllm.general_plugins`), loaded in every process of a vLLM engine.
 
-Every worker can be asked what of it moves rounding: `collective_rpc("rounding_align_fingerprint")`, from vLLM itself or
-from verl's trainer.
+Every worker can be asked what of it moves rounding, `collective_rpc("rounding_align_fingerprint")`, from vLLM itself or
+from verl's trainer, and for digests of its weights and its RoPE, `collective_rpc("rounding_align_digest")`.
 
 vLLM's CPU kernels work on packed weights, and vLLM throws the unpacked ones away once they are packed. verl sends new
 weights after every step: it loads them into the unpacked parameters and asks for packing again. In a verl run on a CPU
@@ -38,6 +38,7 @@ def _publish(module) -> None:
     worker = getattr(module, "WorkerBase", None)
     if worker is not None:
         worker.rounding_align_fingerprint = rounding_align_fingerprint
+        worker.rounding_align_digest = rounding_align_digest
 
 
 def rounding_align_fingerprint(worker) -> dict:
@@ -49,6 +50,24 @@ def rounding_align_fingerprint(worker) -> dict:
         from ..engine.vllm_fingerprint import of_worker
 
         return {name: list(x) if isinstance(x, tuple) else x for name, x in vars(of_worker(worker)).items()}
+    except Exception as error:
+        return {"missing": f"{type(error).__name__}: {error}"}
+
+
+def rounding_align_digest(worker) -> dict:
+    """Return what triage compares with the trainer: the worker's weights' digests and RoPE, or why there are none.
+
+    ``{"weights": name -> fields of a Digest, "rope": {"frequencies", "factor"}}``, plain data; a worker is never harmed.
+    """
+    try:
+        from ..measure import rope, weights
+
+        model = worker.model_runner.get_model()
+        found = rope.of_vllm(model)
+        return {
+            "weights": {name: vars(x) for name, x in weights.digest_vllm(model).items()},
+            "rope": {"frequencies": found.frequencies.tolist(), "factor": found.factor},
+        }
     except Exception as error:
         return {"missing": f"{type(error).__name__}: {error}"}
 

@@ -110,6 +110,7 @@ def _gap_sections(found: Mapping) -> list[Section]:
             )
         if m["exact"]:
             out.append(exact_section(mode, m["exact"]))
+        out.append(triage(f"Triage: vLLM {mode}, trainer unaligned", m["triage"]))
     return out
 
 
@@ -144,6 +145,12 @@ def exact_section(mode: str, rows) -> Section:
         "columns: how many times wider the sampled estimates' intervals are at the same positions. The engine's "
         "distributions are computed with the tokens before given as a prompt.",
     )
+
+
+def triage(title: str, findings) -> Section:
+    """Return the section of triage findings."""
+    columns = ("cause", "confidence", "evidence", "next step")
+    return Section(title, columns, [tuple(f[name.replace(" ", "_")] for name in columns) for f in findings])
 
 
 def attribution(found: Mapping) -> list[Section]:

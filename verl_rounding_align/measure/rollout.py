@@ -33,6 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .. import report
+from .pairs import Pairs
 
 PREFILL, NEXT_TOKENS = "prefill", "next_tokens"
 
@@ -66,6 +67,12 @@ class Rollouts:
         """Where each sequence's responses start in ``log_probs``; (sequences + 1,)."""
         lengths = (self.offsets[1:] - self.offsets[:-1] - self.prompts).numpy()
         return np.concatenate([[0], np.cumsum(lengths)])
+
+    def pairs(self, trainer) -> Pairs:
+        """Return the log-probs with a trainer's, (responses,) of any float dtype, in the same order."""
+        first = self.prompts.numpy()
+        ids = np.concatenate([self.sequence(i)[n:].numpy() for i, n in enumerate(first)])
+        return Pairs.of(self.log_probs.numpy(), trainer, self.response_offsets, ids=ids, prompts=first)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,8 +110,25 @@ class NextTokens:
         return cls(**load_file(file)) if file.exists() else None
 
 
-def start(model: str, eager: bool, length: int, seed: int, sequences_at_once: int, prefix_cache: bool):
-    """Return a vLLM engine in this process."""
+def start(
+    model: str,
+    eager: bool,
+    length: int = 256,
+    seed: int = 0,
+    sequences_at_once: int = 64,
+    prefix_cache: bool = False,
+    logprobs_mode: str = "raw_logprobs",
+):
+    """Return a vLLM engine in this process.
+
+    Args:
+        model: folder of a Transformers checkpoint with a tokenizer.
+        eager: ``enforce_eager``; else vLLM compiles the model.
+        length: most response tokens per sequence.
+        sequences_at_once: most sequences that are decoded together.
+        logprobs_mode: vLLM's ``raw_logprobs`` (of the logits as the model gives them) or ``processed_logprobs`` (after
+            temperature, top-p and top-k).
+    """
     from vllm import LLM
 
     return LLM(
@@ -117,13 +141,21 @@ def start(model: str, eager: bool, length: int, seed: int, sequences_at_once: in
         enable_prefix_caching=prefix_cache,
         # a prompt is never split: vLLM on a CPU fails on a split one that has a seed ("CPU Generator does not use offset")
         enable_chunked_prefill=False,
-        logprobs_mode="raw_logprobs",
+        logprobs_mode=logprobs_mode,
         max_logprobs=-1,
     )
 
 
 def generate(
-    engine, prompts: list[str], tokens: int, length: int = 256, temperature: float = 1.0, seed: int = 0, **meta
+    engine,
+    prompts: list[str],
+    tokens: int,
+    length: int = 256,
+    temperature: float = 1.0,
+    seed: int = 0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    **meta,
 ) -> Rollouts:
     """Return at least ``tokens`` response tokens sampled by a vLLM engine.
 
@@ -131,7 +163,8 @@ def generate(
         engine: as :func:`start` returns it.
         prompts: user messages, cycled over.
         length: most response tokens per sequence.
-        temperature: sampling temperature; log-probs are vLLM's raw ones (of the unscaled logits).
+        temperature: sampling temperature.
+        top_p, top_k: probability mass, or number, of the likeliest tokens that are sampled from; 1 and 0 are all.
         seed: of the first sequence; every next one has the next seed.
         meta: what else to remember.
     """
@@ -152,7 +185,14 @@ def generate(
     while count < tokens:
         requests = [{"prompt_token_ids": ids} for ids in encoded]
         sampling = [
-            SamplingParams(temperature=temperature, max_tokens=length, logprobs=0, seed=seed + len(sequences) + i)
+            SamplingParams(
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_tokens=length,
+                logprobs=0,
+                seed=seed + len(sequences) + i,
+            )
             for i in range(len(encoded))
         ]
         # a sequence keeps its place whatever its length: stopping in mid-batch would favour short responses
@@ -165,9 +205,11 @@ def generate(
     meta = dict(
         engine="vllm",
         temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
         length=length,
         seed=seed,
-        logprobs_mode="raw_logprobs",
+        logprobs_mode=engine.llm_engine.model_config.logprobs_mode,
         sequences=len(sequences),
         response_tokens=count,
         versions=report.versions(),
@@ -240,7 +282,7 @@ def make(
 
     Args:
         extras: ``prefill`` (1) and ``next_tokens`` (how many positions): what else to ask the engine about them.
-        options: of :func:`generate` and :func:`start`: length, temperature, seed, sequences_at_once, prefix_cache.
+        options: of :func:`generate` and :func:`start`, e.g. length, temperature, seed, sequences_at_once, prefix_cache.
 
     Raises:
         RuntimeError: vLLM failed; its output is in ``rollouts.log``.
@@ -282,10 +324,11 @@ def run(
     seed: int = 0,
     sequences_at_once: int = 64,
     prefix_cache: bool = False,
+    logprobs_mode: str = "raw_logprobs",
     **options,
 ) -> None:
     """Make what is missing in ``folder``; see :func:`make`."""
-    engine = start(model, eager, length, seed, sequences_at_once, prefix_cache)
+    engine = start(model, eager, length, seed, sequences_at_once, prefix_cache, logprobs_mode)
     if not (folder / "rollouts.safetensors").exists():
         how = dict(sequences_at_once=sequences_at_once, prefix_cache=prefix_cache)
         how |= dict(model=model, mode="eager" if eager else "compiled")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
-from safetensors.torch import load_file
 
 from .. import report
 from ..engine.auto import Rollout
@@ -22,7 +21,7 @@ from ..plan import find_preset
 from ..presets import Preset
 from ..preview import engine_preset, installed_vllm
 from ..regions import GROUPS
-from . import attribute, gap, gap_report, pairs, rollout
+from . import attribute, gap, gap_report, rollout, triage
 from .arms import NONE, POINTS, expand, moved, plan
 from .stats import per_sequence
 from .tally import VERSION, Tally, k3_terms
@@ -164,6 +163,7 @@ def _measure(
             crossed=[asdict(r) for r in crossed],
             exact=[asdict(r) for r in exact],
             pictures=pictures,
+            triage=triage.as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta)),
         )
     payload = {"schema": "verl-rounding-align/gap", "schema_version": VERSION, "model": Path(model).name}
     payload |= {"device": device, "modes": modes}
@@ -219,25 +219,3 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | 
     if (out / "gap.json").exists():
         report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return found
-
-
-def gap_pairs(folder: Path) -> pairs.Pairs:
-    """Return the pairs of a mode's folder: the engine's log-probs and the unaligned trainer's, as a dump holds them.
-
-    Raises:
-        ValueError: the unaligned trainer has not scored them.
-    """
-    file = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
-    if not file.exists():
-        raise ValueError(
-            f"{folder}: no scores of the unaligned trainer; run `verl-rounding-align gap score {folder.parent}`"
-        )
-    rollouts = rollout.Rollouts.load(folder)
-    ids = np.concatenate([rollouts.sequence(i)[int(rollouts.prompts[i]) :].numpy() for i in range(len(rollouts))])
-    return pairs.Pairs.of(
-        rollouts.log_probs.numpy(),
-        load_file(file)["log_probs"].numpy(),
-        rollouts.response_offsets,
-        ids=ids,
-        prompts=rollouts.prompts.numpy(),
-    )

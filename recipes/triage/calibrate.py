@@ -1,0 +1,217 @@
+"""Detection rate of each kind and size of fault, and false alarms on clean runs, at 2,000 tokens.
+
+Each draw takes whole sequences at random until 2,000 tokens are there; ``triage`` sees the log-probs alone, without the
+run's settings. Detected: the first cause named is the expected one. Writes ``results/calibration.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import make_inputs as inputs
+
+from verl_rounding_align import report
+from verl_rounding_align.measure import triage as tool
+from verl_rounding_align.measure.pairs import Pairs
+from verl_rounding_align.measure.rollout import Rollouts
+
+TOKENS = 2000
+DRAWS = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault at one size: ``cause`` is what triage should name first."""
+
+    cause: str
+    size: str
+    pairs: Pairs
+    also: tuple[str, ...] = ()  # names that are right too
+    part: np.ndarray | None = (
+        None  # (sequences,) bool, those with the fault: a draw holds two of either kind, or shows nothing
+    )
+
+
+Store = Mapping[str, np.ndarray]  # of make_inputs.store
+
+
+def pairs_of(store: Store, run: str, trainer: np.ndarray) -> Pairs:
+    """Return a run's log-probs with a trainer's; of the first sequences if the trainer scored fewer."""
+    offsets = store[f"{run}/offsets"].astype(np.int64)
+    n = int(np.searchsorted(offsets, len(trainer)))
+    end, prompts = offsets[n], store[f"{run}/prompts"][:n].astype(np.int64)
+    ids = store[f"{run}/ids"][:end].astype(np.int64)
+    return Pairs.of(store[f"{run}/rollout"][:end], trainer[:end], offsets[: n + 1], ids=ids, prompts=prompts)
+
+
+def of_gap(folder: Path) -> Iterator[Case]:
+    """Yield the clean runs that ``verl-rounding-align gap`` left: each engine mode, each alignment."""
+    for mode in ("compiled", "eager"):
+        if not (folder / mode / "rollouts.safetensors").exists():
+            continue
+        rollouts = Rollouts.load(folder / mode)
+        for file in sorted((folder / mode).glob("trainer.*.safetensors")):
+            name = file.name.removeprefix("trainer.").removesuffix(".safetensors").split(".")
+            arm = name[0] + (", one sequence at a time" if name[2] == "1" else "")
+            pairs = rollouts.pairs(load_file(file)["log_probs"])
+            yield Case(tool.ROUNDING, f"{mode}, {arm}", pairs)
+
+
+def cases(store: Store) -> Iterator[Case]:
+    """Yield runs without a fault, at temperatures that agree, and every fault at every size."""
+    for name, (mode, temperature, top_p, top_k) in inputs.RUNS.items():
+        if f"{name}/rollout" not in store:
+            continue
+
+        def at(t: float, name=name) -> Pairs:
+            return pairs_of(store, name, store[f"{name}/trainer {t:g}"])
+
+        if mode == "raw_logprobs" and temperature != 1:
+            yield Case(tool.ROUNDING, f"eager, raw at T = {temperature:g}, scored at 1", at(1))
+            yield Case("processed-against-raw", f"T = {temperature:g}", at(temperature))
+        elif mode == "raw_logprobs":
+            yield Case(tool.ROUNDING, f"eager, raw at top-p {top_p:g}", at(1))
+        elif top_p < 1 or top_k:
+            yield Case("kept-mass", f"top-p {top_p:g}" if top_p < 1 else f"top-k {top_k}", at(1))
+        else:
+            yield Case(tool.ROUNDING, f"eager, both at T = {temperature:g}", at(temperature))
+            if temperature != 1:
+                yield Case("temperature", f"T = {temperature:g} scored at 1", at(1))
+    if "random qwen3/rollout" in store:
+        yield Case(
+            tool.ROUNDING, "eager, random Qwen3", pairs_of(store, "random qwen3", store["random qwen3/trainer 1"])
+        )
+        pairs = pairs_of(store, "random qwen3_moe", store["random qwen3_moe/trainer 1"])
+        yield Case("moe-routing", "random Qwen3-MoE, 16 experts", pairs)
+    if "clean/rollout" in store:
+        yield from changed(pairs_of(store, "clean", store["clean/trainer 1"]))
+    for name in sorted(n for n in store if n.startswith("fault ")):
+        _, kind, size = name.split(" ", 2)
+        cause, text = FAULTS[kind]
+        pairs = pairs_of(store, "clean", store[name])
+        yield Case(cause, text.format(size), pairs, ("growth-with-length",) if kind == "cut" else ())
+        if kind == "rope":  # as where a scaling is switched on by length (LongRoPE)
+            lengths = np.diff(pairs.offsets)
+            long = np.repeat(lengths + pairs.prompts > LONG, lengths)
+            right = pairs_of(store, "clean", store["clean/trainer 1"]).trainer[: len(long)]
+            mixed = replace(pairs, trainer=np.where(long, pairs.trainer, right))
+            part = lengths + pairs.prompts > LONG
+            yield Case("growth-with-length", f"RoPE {size} in sequences of more than {LONG} tokens", mixed, part=part)
+
+
+LONG = 270
+FAULTS = {
+    "noise": (tool.OTHER, "noise of {} of its size on every matrix"),
+    "rope": (tool.OTHER, "RoPE {}"),
+    "window": ("growth-with-position", "the trainer sees {} tokens back"),
+    "pad": (tool.OTHER, "{} padding tokens in front attended"),
+    "cut": (tool.OTHER, "prompts cut to fit {} tokens"),
+}
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """Return fp32 numbers rounded to bf16, to nearest even."""
+    import torch
+
+    return torch.from_numpy(x.astype(np.float32)).bfloat16().float().numpy().astype(np.float64)
+
+
+def changed(base: Pairs) -> Iterator[Case]:
+    """Yield faults of how log-probs are handled, made from a clean run's."""
+    for k in (1, -1):
+        yield Case("one-token-shift", f"every sequence, by {k:+d}", replace(base, trainer=rolled(base, k)))
+    for every in (2, 4):
+        part = np.arange(len(base)) % every == 0
+        moved = np.repeat(part, np.diff(base.offsets))
+        pairs = replace(base, trainer=np.where(moved, rolled(base, 1), base.trainer))
+        yield Case("one-token-shift", f"one sequence in {every}", pairs, part=part)
+    yield Case("low-precision-log-probs", "rollout in bf16", replace(base, rollout=bf16(base.rollout)))
+    yield Case("low-precision-log-probs", "trainer in bf16", replace(base, trainer=bf16(base.trainer)))
+    half = base.rollout.astype(np.float16).astype(np.float64)
+    yield Case("low-precision-log-probs", "rollout in fp16", replace(base, rollout=half))
+    for n in (1, 4, 16):
+        spans = (base.positions >= 20) & (base.positions < 20 + n)
+        pairs = replace(base, rollout=np.where(spans, 0.0, base.rollout))
+        yield Case("padding-or-mask", f"{n} tool tokens in a response count", pairs)
+    left = np.concatenate([np.arange(a - 1, b - 1) for a, b in zip(base.offsets, base.offsets[1:], strict=False)])
+    off = (base.positions == 0) & (np.arange(len(base.rollout)) > 0)
+    yield Case(
+        "padding-or-mask",
+        "the mask starts one token early",
+        replace(base, rollout=np.where(off, base.rollout[left], base.rollout)),
+    )
+    gone = np.random.default_rng(0).random(len(base.rollout)) < 0.01
+    yield Case("missing-log-probs", "1 % not a number", replace(base, rollout=np.where(gone, np.nan, base.rollout)))
+    yield Case("missing-log-probs", "rollout copied", replace(base, rollout=base.trainer.copy()))
+    yield Case("missing-log-probs", "rollout all 0", replace(base, rollout=np.zeros(len(base.rollout))))
+
+
+def rolled(base: Pairs, k: int) -> np.ndarray:
+    """Return the trainer's log-probs moved by k tokens within each sequence, the ends repeated."""
+    starts, ends = (
+        np.repeat(base.offsets[:-1], np.diff(base.offsets)),
+        np.repeat(base.offsets[1:], np.diff(base.offsets)),
+    )
+    return base.trainer[np.clip(np.arange(len(base.trainer)) - k, starts, ends - 1)]
+
+
+def draws(case: Case, tokens: int, n: int, seed: int) -> Iterator[Pairs]:
+    """Yield n random choices of whole sequences with at least so many tokens."""
+    rng, lengths, given = np.random.default_rng(seed), np.diff(case.pairs.offsets), 0
+    while given < n:
+        order = rng.permutation(len(lengths))
+        order = order[: int(np.searchsorted(lengths[order].cumsum(), tokens)) + 1]
+        faulty = None if case.part is None else int(case.part[order].sum())
+        if faulty is None or 2 <= faulty <= len(order) - 2:
+            given += 1
+            yield case.pairs.select(order)
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a rate (Wilson 1927)."""
+    z, rate = 1.96, hits / n
+    middle, half = rate + z * z / (2 * n), z * ((rate * (1 - rate) + z * z / (4 * n)) / n) ** 0.5
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def rate(case: Case, tokens: int, n: int) -> dict:
+    """Return how often triage names what is there."""
+    named = Counter(tool.triage(sample)[0].cause for sample in draws(case, tokens, n, seed=1))
+    hits = sum(named[cause] for cause in (case.cause, *case.also))
+    return dict(
+        cause=case.cause, also=case.also, size=case.size, hits=hits, draws=n, interval=wilson(hits, n),
+        k3=float(np.nanmean(tool.k3_terms(case.pairs.rollout - case.pairs.trainer))),
+        others={cause: count for cause, count in named.most_common() if cause not in (case.cause, *case.also)},
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--gap", type=Path, help="folder that `verl-rounding-align gap` left, for more clean runs")
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/calibration.json")
+    options = parser.parse_args()
+    rows = []
+    for case in [*(of_gap(options.gap) if options.gap else []), *cases(inputs.store())]:
+        rows.append(rate(case, options.tokens, options.draws))
+        r = rows[-1]
+        print(
+            f"{r['cause']:24s} {r['size']:44s} {r['hits']:4d} of {r['draws']}  k3 {r['k3']:.2g}  {json.dumps(r['others'])}",
+            flush=True,
+        )
+    report.write_json(options.json, {"tokens": options.tokens, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

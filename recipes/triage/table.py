@@ -1,0 +1,45 @@
+"""Write the table in README.md from results/calibration.json; --check: fail if it differs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from verl_rounding_align import report
+from verl_rounding_align.measure.triage import ROUNDING
+
+HERE = Path(__file__).parent
+COLUMNS = ("cause", "size", "k3, nats per token", "named first, of draws", "95 % interval", "met", "else named")
+
+
+def table(results: dict) -> str:
+    """Return the Markdown table and one line on false alarms."""
+    rows = results["rows"]
+    clean = [row for row in rows if row["cause"] == ROUNDING]
+    false = sum(row["draws"] - row["hits"] for row in clean)
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    for row in sorted(rows, key=lambda row: row["cause"] != ROUNDING):
+        low, high = row["interval"]
+        wanted = 0.98 if row["cause"] == ROUNDING else 0.95
+        lines.append([
+            " or ".join([row["cause"], *row["also"]]), row["size"], f"{row['k3']:.2g}", f"{row['hits']} of {row['draws']}", f"{low:.3f} to {high:.3f}",
+            "yes" if row["hits"] >= wanted * row["draws"] else "no",
+            ", ".join(f"{cause} {n}" for cause, n in row["others"].items()),
+        ])  # fmt: skip
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    total = sum(row["draws"] for row in clean)
+    return f"{text}\n\nFalse alarms on clean runs: {false} of {total} draws ({false / total:.2%}); {results['tokens']:,} tokens a draw."
+
+
+def main() -> None:
+    readme = HERE / "README.md"
+    before = readme.read_text()
+    after = report.filled(before, "triage", table(json.loads((HERE / "results/calibration.json").read_text())))
+    if "--check" in sys.argv[1:]:
+        sys.exit("README.md: the table differs from the results; run recipes/triage/table.py" if after != before else 0)
+    readme.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

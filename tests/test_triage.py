@@ -1,0 +1,514 @@
+"""Contract of triage: each fault of real runs at its recorded sizes is named first, clean runs are rounding-sized alone,
+settings are read as verl means them, what explains a mismatch hides what follows from it, digests and RoPE tell two sides
+apart by bits. Inputs are real: ``recipes/triage/make_inputs.py --record``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tiny import MODEL_TYPES, tiny
+from typer.testing import CliRunner
+
+from verl_rounding_align import cli
+from verl_rounding_align.measure import facts, rope, triage, weights
+from verl_rounding_align.measure.facts import Facts
+from verl_rounding_align.measure.pairs import Pairs, write
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes" / "triage"))
+import calibrate  # noqa: E402
+import table  # noqa: E402
+
+DATA = ROOT / "tests" / "data" / "triage"
+CASES = list(calibrate.cases(load_file(DATA / "inputs.safetensors")))
+ROWS = json.loads((ROOT / "recipes/triage/results/calibration.json").read_text())["rows"]
+MET = {(row["cause"], row["size"]) for row in ROWS if row["hits"] >= 0.98 * row["draws"]}
+DRAWS = 5
+
+
+def case(cause, size):
+    return next(c for c in CASES if (c.cause, c.size) == (cause, size))
+
+
+CLEAN = case(triage.ROUNDING, "eager, both at T = 1").pairs
+
+
+@pytest.mark.parametrize("chosen", [c for c in CASES if (c.cause, c.size) in MET], ids=lambda c: f"{c.cause}: {c.size}")
+def test_a_fault_of_a_size_that_is_calibrated_is_named_first(chosen):
+    named = [triage.triage(sample)[0].cause for sample in calibrate.draws(chosen, 2000, DRAWS, seed=7)]
+    assert set(named) <= {chosen.cause, *chosen.also}
+
+
+def test_every_cause_that_log_probs_show_is_calibrated():
+    """At one size at least; the other causes need settings, experts or training steps, and have tests of their own."""
+    others = {"changes-with-step", "sequence-level-ratio", "unsupported-backend"}
+    assert {cause for cause, _ in MET} == {triage.ROUNDING, *triage.NAMES} - others
+
+
+def test_false_alarms_on_clean_runs_are_fewer_than_one_in_fifty():
+    clean = [row for row in ROWS if row["cause"] == triage.ROUNDING]
+    assert sum(row["draws"] - row["hits"] for row in clean) <= 0.02 * sum(row["draws"] for row in clean)
+
+
+def test_the_recipes_table_is_what_the_results_say():
+    readme = (ROOT / "recipes/triage/README.md").read_text()
+    results = json.loads((ROOT / "recipes/triage/results/calibration.json").read_text())
+    assert table.report.filled(readme, "triage", table.table(results)) == readme
+
+
+# ---- whole findings
+
+
+def test_a_clean_run_is_rounding_sized_with_its_k3():
+    (finding,) = triage.triage(CLEAN)
+    assert (finding.cause, finding.confidence, finding.next_step) == (triage.ROUNDING, "likely", triage.NEXT)
+    assert finding.evidence == (
+        f"k3 = {triage._interval(triage.Sample(CLEAN).k3)} nats per token over {len(CLEAN.rollout):,} tokens in {len(CLEAN)} sequences; spread of d / (1 - p) {triage.Sample(CLEAN).level:.2g} at every p, position "
+        "and length"
+    )
+    assert 0.001 < triage.Sample(CLEAN).k3[0] < 0.003
+
+
+def test_few_tokens_are_no_proof():
+    (finding,) = triage.triage(CLEAN.select([0]))
+    assert finding.confidence == "possible" and finding.evidence.endswith(
+        "; 2,000 tokens are needed to see the other causes"
+    )
+
+
+def test_a_shift_is_the_only_finding_and_says_which_way():
+    (finding,) = triage.triage(case("one-token-shift", "every sequence, by +1").pairs)
+    assert finding.cause == "one-token-shift" and finding.confidence == "certain"
+    assert finding.evidence.startswith(
+        "in 20 of 20 sequences rollout[t] agrees with trainer[t+1]: mean |difference| 0.0"
+    )
+    (other,) = triage.triage(case("one-token-shift", "every sequence, by -1").pairs)
+    assert "trainer[t-1]" in other.evidence
+
+
+def test_sequences_that_are_not_shifted_are_still_looked_at():
+    """One sequence in two is shifted and the rollout's log-probs are bf16: two faults, two findings."""
+    from dataclasses import replace
+
+    shifted = case("one-token-shift", "one sequence in 2").pairs
+    both = replace(shifted, rollout=calibrate.bf16(shifted.rollout))
+    assert [f.cause for f in triage.triage(both)] == ["one-token-shift", "low-precision-log-probs"]
+
+
+def test_kept_mass_says_how_much_was_kept():
+    (finding,) = triage.triage(case("kept-mass", "top-p 0.9").pairs)
+    assert finding.confidence == "certain" and "mean exp(-d) = 0.92" in finding.evidence
+    (known,) = triage.triage(case("kept-mass", "top-k 20").pairs, Facts(top_k=20))
+    assert known.confidence == "certain" and known.evidence.endswith("the mean mass kept; top_k=20")
+
+
+@pytest.mark.parametrize("t", [0.6, 0.8])
+def test_a_temperature_is_estimated(t):
+    (finding,) = triage.triage(case("temperature", f"T = {t:g} scored at 1").pairs)
+    assert finding.confidence == "likely" and finding.evidence.startswith(
+        "the rollout is sharper than the trainer at 99."
+    )
+    assert abs(float(finding.evidence.split("temperature were ")[1].split(" ")[0]) - t) < 0.1
+
+
+def test_exactly_equal_log_probs_are_not_two_engines():
+    (finding,) = triage.triage(case("missing-log-probs", "rollout copied").pairs)
+    n = len(CLEAN.rollout)
+    assert finding.evidence == f"rollout and trainer log-probs are equal in every bit for all {n:,} tokens"
+
+
+def test_an_empty_mask_is_said():
+    empty = Pairs.of(CLEAN.rollout, CLEAN.trainer, CLEAN.offsets, mask=np.zeros(len(CLEAN.rollout)))
+    (finding,) = triage.triage(empty)
+    assert finding.evidence == "no token counts: the mask is empty"
+
+
+def outliers(share=0.003, size=1.5):
+    """A clean run with a few tokens that differ much, as where experts flip."""
+    from dataclasses import replace
+
+    rng = np.random.default_rng(0)
+    hit = rng.random(len(CLEAN.rollout)) < share
+    return replace(CLEAN, rollout=np.minimum(CLEAN.rollout + hit * size * rng.normal(size=len(hit)), -1e-4))
+
+
+def test_a_few_far_tokens_are_routing_only_where_there_are_experts():
+    (finding,) = triage.triage(outliers(), Facts(experts=64))
+    assert (finding.cause, finding.confidence) == ("moe-routing", "likely")
+    assert finding.evidence.endswith("; the model has 64 experts")
+    assert triage.triage(outliers())[0].confidence == "possible"
+    assert "moe-routing" not in [f.cause for f in triage.triage(outliers(), Facts(experts=0))]
+    assert triage.triage(CLEAN, Facts(experts=64))[0].cause == triage.ROUNDING
+
+
+def test_routing_of_a_real_moe_is_likely_where_its_experts_are_known():
+    pairs = case("moe-routing", "random Qwen3-MoE, 16 experts").pairs
+    (finding,) = triage.triage(pairs, Facts(experts=16))
+    assert (finding.cause, finding.confidence) == ("moe-routing", "likely")
+    assert finding.evidence.endswith("of the squared difference (rounding: 8 to 16 %); the model has 16 experts")
+    assert triage.triage(pairs)[0].confidence == "possible"
+
+
+def test_a_jump_at_a_step_is_named():
+    from dataclasses import replace
+
+    steps = np.arange(len(CLEAN)) // 5
+    assert triage.triage(replace(CLEAN, steps=steps))[0].cause == triage.ROUNDING
+    later = np.repeat(steps >= 2, np.diff(CLEAN.offsets))
+    jumped = replace(
+        CLEAN,
+        steps=steps,
+        rollout=np.where(later, CLEAN.trainer + 2.5 * (CLEAN.rollout - CLEAN.trainer), CLEAN.rollout),
+    )
+    (finding,) = triage.triage(jumped, Facts(lr=0.0))
+    assert (finding.cause, finding.confidence) == ("changes-with-step", "likely")
+    assert "times as large from step 2 on as before; the learning rate is 0" in finding.evidence
+    assert triage.triage(jumped)[0].confidence == "possible"
+
+
+def test_a_ratio_over_sequences_is_named_where_it_is_asked_for_and_its_spread_is_large():
+    asked = Facts(sequence_ratio="algorithm.rollout_correction.rollout_is=sequence")
+    (finding,) = triage.triage(CLEAN, asked)
+    assert (finding.cause, finding.confidence) == ("sequence-level-ratio", "certain")
+    short = Pairs.of(CLEAN.rollout, CLEAN.trainer, np.arange(0, len(CLEAN.rollout), 10))
+    assert triage.triage(short.select(range(len(short) - 1)), asked)[0].cause == triage.ROUNDING
+    assert triage.triage(CLEAN, Facts(sequence_ratio=""))[0].cause == triage.ROUNDING
+
+
+# ---- settings
+
+VERL = {
+    "actor_rollout_ref": {
+        "actor": {"strategy": "fsdp2", "optim": {"lr": 1e-6}},
+        "rollout": {"temperature": 1.0, "top_p": 1, "top_k": -1, "logprobs_mode": "processed_logprobs", "calculate_log_probs": True},
+    },
+    "algorithm": {"rollout_correction": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}},
+}  # fmt: skip
+
+
+def of(**changes):
+    config = json.loads(json.dumps(VERL))
+    for path, value in changes.items():
+        *sections, key = path.split("__")
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return facts.of_verl(config)
+
+
+ROLLOUT, CORRECTION = "actor_rollout_ref__rollout__", "algorithm__rollout_correction__"
+
+
+@pytest.mark.parametrize(
+    "changes, cause, evidence",
+    [
+        (
+            {f"{ROLLOUT}calculate_log_probs": False},
+            "missing-log-probs",
+            "rollout.calculate_log_probs=False: the rollout engine returns no log-probs",
+        ),
+        (
+            {f"{CORRECTION}bypass_mode": True},
+            "missing-log-probs",
+            "rollout_correction.bypass_mode=True: the trainer takes the rollout's log-probs for its own",
+        ),
+        (
+            {f"{ROLLOUT}top_p": 0.9, f"{ROLLOUT}top_k": 50},
+            "kept-mass",
+            "top_p=0.9 and top_k=50: the trainer's log-probs are of all tokens, the rollout's samples are not",
+        ),
+        (
+            {f"{ROLLOUT}temperature": 0.6, f"{ROLLOUT}logprobs_mode": "raw_logprobs"},
+            "processed-against-raw",
+            "logprobs_mode=raw_logprobs at temperature 0.6, and the trainer divides by 0.6",
+        ),
+        (
+            {f"{ROLLOUT}temperature": 0.6, f"{ROLLOUT}engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
+            "processed-against-raw",
+            "logprobs_mode=raw_logprobs at temperature 0.6, and the trainer divides by 0.6",
+        ),
+        (
+            {f"{CORRECTION}rollout_is": "sequence", f"{CORRECTION}rollout_rs": "token_k1,seq_sum_k1"},
+            "sequence-level-ratio",
+            "algorithm.rollout_correction.rollout_is=sequence and algorithm.rollout_correction.rollout_rs=seq_sum_k1: without "
+            "log-probs the spread of the product is not known",
+        ),
+        (
+            {"actor_rollout_ref__actor__strategy": "megatron"},
+            "unsupported-backend",
+            "actor.strategy=megatron: alignment works with fsdp, fsdp2; nothing is aligned here",
+        ),
+    ],
+)  # fmt: skip
+def test_a_setting_of_verl_is_named_without_log_probs(changes, cause, evidence):
+    (finding,) = triage.triage(None, of(**changes))
+    assert (finding.cause, finding.evidence) == (cause, evidence)
+    assert finding.next_step == next(row.next_step for row in triage.CAUSES if row.name == cause)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {f"{ROLLOUT}temperature": 0.6},
+        {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_rs": "seq_mean_k3"},
+    ],
+)
+def test_settings_that_agree_are_not_named(changes):
+    (finding,) = triage.triage(None, of(**changes))
+    assert finding == triage.Finding(
+        triage.ROUNDING, "possible", "no setting explains a mismatch; no log-probs were given", triage.NEXT
+    )
+
+
+@pytest.mark.verl
+def test_verls_default_config_has_nothing_to_name():
+    verl = pytest.importorskip("verl")
+    file = Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml"
+    known = facts.of_yaml(file)
+    assert (known.temperature, known.logprobs_mode, known.top_k, known.sequence_ratio) == (
+        1.0,
+        "processed_logprobs",
+        0,
+        "",
+    )
+    assert [f.cause for f in triage.triage(None, known)] == [triage.ROUNDING]
+
+
+def test_what_a_rollout_file_says_of_raw_log_probs_is_used():
+    chosen = next(c for c in CASES if c.size == "eager, raw at T = 0.6, scored at 1")
+    assert triage.triage(chosen.pairs)[0].cause == triage.ROUNDING  # log-probs agree: they cannot show it
+    (finding,) = triage.triage_rollouts(chosen.pairs, {"temperature": 0.6, "logprobs_mode": "raw_logprobs"})
+    assert finding.evidence == (
+        "logprobs_mode=raw_logprobs at temperature 0.6: tokens are not sampled from the distribution that both sides' log-probs "
+        "are of"
+    )
+
+
+def test_a_config_that_is_not_verls_is_an_error(tmp_path):
+    (tmp_path / "c.yaml").write_text("a: 1\n")
+    with pytest.raises(ValueError) as error:
+        facts.of_yaml(tmp_path / "c.yaml")
+    assert str(error.value) == (
+        f"config='{tmp_path / 'c.yaml'}': expected verl's config, with actor_rollout_ref or algorithm at its root"
+    )
+    with pytest.raises(ValueError) as error:
+        facts.of_yaml(tmp_path / "none.yaml")
+    assert str(error.value) == f"config='{tmp_path / 'none.yaml'}': cannot be read: No such file or directory"
+
+
+def test_experts_are_read_from_a_models_config():
+    assert facts.of_model({"num_experts": 128}).experts == 128
+    assert facts.of_model({"hidden_size": 64}).experts == 0
+
+
+# ---- weights
+
+
+def test_equal_weights_have_equal_digests_and_one_changed_bit_shows():
+    model = tiny("llama").eval()
+    before = weights.digest_hf(model)
+    assert weights.compare(before, weights.digest_hf(model.float())) == []  # fp32 masters of the same values
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] *= 1.02
+    (changed,) = weights.compare(before, weights.digest_hf(model))
+    assert changed.name == "model.layers.1.mlp.up_proj.weight" and 0 < changed.relative < 0.01
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-1])
+def test_a_sketch_tells_by_how_much_weights_differ(noise):
+    """The sketch's estimate of |a - b| has relative spread sqrt(1 / (2 * 64)) = 0.09; four of them."""
+    draw = torch.Generator().manual_seed(0)
+    a = torch.randn(300, 500, generator=draw)
+    b = a + noise * torch.randn(300, 500, generator=draw)
+    (found,) = weights.compare({"w": weights.digest(a, torch.float32)}, {"w": weights.digest(b, torch.float32)})
+    assert found.relative == pytest.approx(noise, rel=0.36)
+
+
+def test_a_difference_is_a_finding_that_names_the_tensors():
+    a = {"x": weights.digest(torch.ones(2)), "y": weights.digest(torch.ones(3)), "z": weights.digest(torch.ones(4))}
+    b = {**a, "y": weights.digest(torch.ones(5))}
+    finding = triage.compare_weights(a, b)
+    assert finding.evidence == "1 of 3 tensors differ; relative to their size y by inf"
+    assert triage.compare_weights(a, a) is None
+    assert triage.triage(case(triage.OTHER, "noise of 0.1 of its size on every matrix").pairs, found=[finding]) == [
+        finding
+    ]
+    with pytest.raises(ValueError) as error:
+        weights.compare({"x": a["x"]}, {"y": a["y"]})
+    assert str(error.value) == "no tensor in common: the trainer has x, ..., the engine y, ..."
+
+
+def test_a_checkpoints_experts_are_stacked_as_models_hold_them(tmp_path):
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    assert weights.compare(weights.digest_hf(model), weights.digest_hf(tmp_path)) == []
+
+
+def test_the_ranks_of_tensor_parallelism_hold_their_parts():
+    model = tiny("qwen3")
+    whole = model.state_dict()
+    parts = [weights.digest_hf(model, rank=r, size=2) for r in (0, 1)]
+    name = "model.layers.0.self_attn.o_proj.weight"
+    halves = whole[name].chunk(2, 1)
+    assert [p[name] for p in parts] == [weights.digest(h) for h in halves]
+    assert parts[0]["model.norm.weight"] == parts[1]["model.norm.weight"]
+
+
+def test_a_folder_without_weights_is_an_error(tmp_path):
+    with pytest.raises(ValueError) as error:
+        weights.digest_hf(tmp_path)
+    assert str(error.value) == f"{tmp_path}: no *.safetensors in it"
+
+
+# ---- RoPE
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e3, 1e7), st.sampled_from([16, 64, 128]))
+def test_frequencies_are_read_back_from_a_table(theta, size):
+    frequencies = theta ** -(np.arange(size // 2) / (size // 2))
+    angles = (np.arange(4096, dtype=np.float32)[:, None] * frequencies.astype(np.float32)).astype(np.float64)
+    table = np.concatenate([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+    assert rope.difference(rope.Rope(frequencies), rope.of_cache(table)) == ""
+    assert rope.theta(frequencies) == pytest.approx(theta, rel=1e-6)
+    assert rope.difference(rope.Rope((2 * theta) ** -(np.arange(size // 2) / (size // 2))), rope.of_cache(table)) != ""
+
+
+def test_other_rope_parameters_are_a_finding():
+    from transformers import AutoConfig
+
+    def config(**parameters):
+        return AutoConfig.for_model(
+            "llama",
+            hidden_size=64,
+            num_attention_heads=4,
+            head_dim=16,
+            rope_parameters={"rope_type": "default", **parameters},
+        )
+
+    base = rope.of_config(config(rope_theta=1e4))
+    assert triage.compare_rope(base, rope.of_config(config(rope_theta=1e4))) is None
+    finding = triage.compare_rope(base, rope.of_config(config(rope_theta=2e4)))
+    assert (finding.cause, finding.confidence) == ("rope-parameters", "certain")
+    assert finding.evidence == (
+        "theta is 10000 in the trainer, 20000 in the engine (largest relative deviation of a frequency 0.45)"
+    )
+    linear = rope.of_config(config(rope_theta=1e4, rope_type="linear", factor=2.0))
+    assert triage.compare_rope(base, linear).evidence == (
+        "the engine divides every position by 2 (largest relative deviation of a frequency 0.5)"
+    )
+    yarn = rope.of_config(config(rope_theta=1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=512))
+    assert triage.compare_rope(base, yarn).evidence.startswith("the scaling differs, most at frequency 4: ")
+    assert triage.compare_rope(base, rope.Rope(base.frequencies, 1.1)).evidence == (
+        "cos and sin are multiplied by 1 in the trainer, by 1.1 in the engine"
+    )
+
+
+# ---- the command
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["triage", *map(str, arguments)])
+
+
+def test_the_command_ends_with_0_on_a_clean_dump_and_with_1_on_a_fault(tmp_path):
+    write(tmp_path / "clean.jsonl", CLEAN)
+    done = run(tmp_path / "clean.jsonl", "--json", tmp_path / "t.json")
+    assert done.exit_code == 0, done.output
+    payload = json.loads((tmp_path / "t.json").read_text())
+    assert [f["cause"] for f in payload["findings"]] == [triage.ROUNDING] and payload["versions"]
+    write(tmp_path / "t.jsonl", case("temperature", "T = 0.8 scored at 1").pairs)
+    done = run(tmp_path / "t.jsonl")
+    assert done.exit_code == 1 and "temperature" in done.output
+
+
+def test_the_command_reads_verls_config(tmp_path):
+    (tmp_path / "verl.yaml").write_text("actor_rollout_ref: {rollout: {top_p: 0.9}}\n")
+    done = run("--config", tmp_path / "verl.yaml")
+    assert done.exit_code == 1 and "kept-mass" in done.output and "top_p=0.9" in done.output
+
+
+def test_the_command_compares_two_checkpoints(tmp_path):
+    for name, theta in (("a", 1e4), ("b", 1e6)):
+        tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": theta}).save_pretrained(tmp_path / name)
+    assert run("--model", tmp_path / "a", "--trainer-model", tmp_path / "a").exit_code == 0
+    done = run("--model", tmp_path / "a", "--trainer-model", tmp_path / "b", "--json", tmp_path / "t.json")
+    assert done.exit_code == 1
+    (finding,) = json.loads((tmp_path / "t.json").read_text())["findings"]
+    assert finding["evidence"].startswith("theta is 1e+06 in the trainer, 10000 in the engine")
+
+
+def test_the_command_needs_something_to_look_at():
+    assert str(run().exception) == "nothing to look at: give a DUMP, --config, or --model with --trainer-model"
+    assert str(run("--config", "c.yaml", "--trainer-model", "m").exception) == (
+        "trainer-model='m': give the engine's checkpoint as --model too"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_vllms_weights_and_rope_are_the_trainers_until_one_is_changed(family, tmp_path):
+    """A real vLLM, loaded from the checkpoint, asked through its workers; then a trainer with one perturbed matrix."""
+    pytest.importorskip("vllm")
+    import os
+    import subprocess
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=97, hidden_size=128, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(tmp_path)
+    code = (
+        "import json, sys; from vllm import LLM\n"
+        "if __name__ == '__main__':\n"
+        f"    engine = LLM(model={str(tmp_path)!r}, dtype='bfloat16', enforce_eager=True, max_model_len=128, "
+        "skip_tokenizer_init=True)\n"
+        f"    (found,) = engine.collective_rpc('rounding_align_digest')\n"
+        f"    json.dump(found, open({str(tmp_path / 'found.json')!r}, 'w'))\n"
+    )
+    environment = {
+        **os.environ, "VERL_PLATFORM": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "missing" not in found, found
+    trainer = weights.digest_hf(model)
+    assert set(trainer) - set(found["weights"]) <= {"lm_head.weight"} and len(found["weights"]) >= 3 * 9
+    assert triage.compare_engine(model, found) == []
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight.mul_(1.01)
+    (finding,) = triage.compare_engine(model, found)
+    assert finding.evidence.startswith(
+        f"1 of {len(found['weights'])} tensors differ; relative to their size model.layers.2.self_attn.k_proj.weight by 0.0"
+    )
+    model.config.rope_parameters["rope_theta"] *= 2
+    assert [f.cause for f in triage.compare_engine(model, found)] == ["weights", "rope-parameters"]
+
+
+def test_an_engine_that_cannot_answer_is_an_error():
+    with pytest.raises(ValueError) as error:
+        triage.compare_engine(tiny("llama"), {"missing": "AttributeError: no model"})
+    assert str(error.value) == "the engine gave no digest: AttributeError: no model"
+
+
+def test_every_family_is_digested():
+    for family in MODEL_TYPES:
+        model = tiny(family)
+        assert len(weights.digest_hf(model)) == len(model.state_dict())

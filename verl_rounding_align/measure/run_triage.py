@@ -1,0 +1,52 @@
+"""``verl-rounding-align triage``: files to pairs and facts, then :func:`.triage.triage`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import facts, pairs, rope, triage, weights
+from .arms import NONE
+
+
+def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
+    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is none."""
+    from safetensors.numpy import load_file
+
+    from .rollout import Rollouts
+
+    scores = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
+    if not (folder / "rollouts.safetensors").exists() or not scores.exists():
+        return None
+    rollouts = Rollouts.load(folder)
+    return rollouts.pairs(load_file(scores)["log_probs"]), rollouts.meta
+
+
+def run_triage(
+    dump: Path | None, config: Path | None = None, model: str | None = None, trainer_model: str | None = None
+) -> list[triage.Finding]:
+    """Return the findings; see the command's help for the arguments.
+
+    Raises:
+        ValueError: nothing to look at, or a file that cannot be read.
+    """
+    if dump is None and config is None and not (model and trainer_model):
+        raise ValueError("nothing to look at: give a DUMP, --config, or --model with --trainer-model")
+    if trainer_model and not model:
+        raise ValueError(f"trainer-model={trainer_model!r}: give the engine's checkpoint as --model too")
+    known, sample, found = facts.Facts(), None, []
+    if dump is not None:
+        gap = read_gap(dump) if dump.is_dir() else None
+        if gap:
+            sample, known = gap[0], facts.of_rollouts(gap[1])
+        else:
+            sample = pairs.load(dump)
+    if config is not None:
+        known |= facts.of_yaml(config)
+    if model:
+        known |= facts.of_model(model)
+    if trainer_model:
+        found = [
+            triage.compare_weights(weights.digest_hf(trainer_model), weights.digest_hf(model)),
+            triage.compare_rope(rope.of_config(trainer_model), rope.of_config(model)),
+        ]
+    return triage.triage(sample, known, [f for f in found if f])
