@@ -7,7 +7,7 @@ Layers, each importing only from those above it:
     fingerprint.py   everything of an engine that moves its rounding, as one value
     metrics.py       mismatch estimators, phantom clipping: pure tensor functions
     trend.py         is a series over training steps growing, or has it jumped: an alarm with an error rate
-    report.py        rows to a terminal, JSON
+    report.py        rows to a terminal, Markdown, HTML, JSON
     regions/         the fused regions' maths, once, with named rounding points
     backend.py       how a region function runs: op by op, or compiled with its points kept
     presets.py       engines as data: the points each one stores, source, versions, evidence, verified fingerprints
@@ -15,7 +15,7 @@ Layers, each importing only from those above it:
     plan.py          config value + engine -> Plan (frozen, printable); errors about the key's value
     patch.py         claim -> check -> apply -> undo; the only file that assigns ``.forward``
     preview.py       what a plan would patch, from a model's config alone
-    measure/         gap, attribution, landing score, overhead: tools that return rows
+    measure/         gap, attribution, landing score, triage, overhead: tools that return rows
     integrations/    verl, verl on CPU, vLLM: only these and engine/ import a framework
     cli.py           subcommands, no logic
 
