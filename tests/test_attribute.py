@@ -114,7 +114,7 @@ def measured(tmp_path):
     """A folder as ``gap --regions subsets`` leaves it: every aligned group halves the distance to the engine."""
     import torch
 
-    from verl_rounding_align.measure.arms import points
+    from verl_rounding_align.measure.arms import live, points
     from verl_rounding_align.measure.rollout import Rollouts, save
     from verl_rounding_align.presets import get
 
@@ -124,10 +124,13 @@ def measured(tmp_path):
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.long)
     out, meta = tmp_path / "compiled", {"response_tokens": len(rollout)}
     Rollouts(tokens, offsets, torch.full((7,), 4), rollout, meta).save(out)
+    (out / "preset.json").write_text(json.dumps({"device": "cpu", "preset": get("vllm_compiled").as_dict()}))
+    every = "+".join(sorted(live(get("vllm_compiled"))))
     for groups in coalitions(list(GROUPS)):
-        moved = "+".join(sorted(points("+".join(groups), get("vllm_compiled")))) if groups else ""
+        chosen = points("+".join(groups), get("vllm_compiled")) & live(get("vllm_compiled")) if groups else ()
+        moved = "+".join(sorted(chosen))
         scores = {"log_probs": rollout - 0.1 * 0.5 ** len(groups)}
-        how = {"points": moved, "preset": "vllm_compiled" if groups else "none"}
+        how = {"points": moved, "preset": "vllm_compiled" if groups else "none", "live": every if groups else ""}
         save(out / f"trainer.{moved or 'none'}.{how['preset']}.batched.safetensors", scores, how)
     return tmp_path
 
@@ -145,12 +148,20 @@ def test_the_command_attributes_what_gap_has_kept(measured):
 
 
 def test_a_folder_without_every_subset_says_what_to_run(measured):
-    (
-        measured / "compiled" / "trainer.carry+cos_sin+product+qk_norm+qk_normed.vllm_compiled.batched.safetensors"
-    ).unlink()
+    (measured / "compiled" / "trainer.carry+product+qk_norm+qk_normed.vllm_compiled.batched.safetensors").unlink()
     done = CliRunner().invoke(cli.app, ["attribute", str(measured)])
     assert str(done.exception) == (
         f"{measured / 'compiled'}, vllm_compiled: no k3 for 1 of 16 sets, carry+rope first; "
+        f"run `verl-rounding-align gap --out {measured} --regions subsets ...`"
+    )
+
+
+def test_a_group_that_was_never_moved_is_missing_not_zero(measured):
+    for file in (measured / "compiled").glob("trainer.*carry*.safetensors"):
+        file.unlink()
+    done = CliRunner().invoke(cli.app, ["attribute", str(measured)])
+    assert str(done.exception) == (
+        f"{measured / 'compiled'}, vllm_compiled: no k3 for 8 of 16 sets, carry first; "
         f"run `verl-rounding-align gap --out {measured} --regions subsets ...`"
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap
 from verl_rounding_align.measure.rollout import NextTokens, Rollouts, make
 from verl_rounding_align.measure.score import LAYOUTS, score
 from verl_rounding_align.measure.tally import VERSION, gap_row
+from verl_rounding_align.presets import get
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_packed_sequences_do_not_see_each_other(rollouts):
 
 
 def trainer(checkpoint, rollouts, folder, progress=lambda arm, n: None):
-    return gap.Trainer(checkpoint, rollouts, folder, "eager", progress)
+    return gap.Trainer(checkpoint, rollouts, folder, "eager", "cpu", progress)
 
 
 def test_an_engine_that_is_the_aligned_trainer_has_no_gap_to_it(checkpoint, rollouts, tmp_path):
@@ -140,9 +142,11 @@ def test_the_exact_divergence_is_that_of_the_two_distributions(checkpoint, rollo
     rollout.save(tmp_path / "next_tokens.safetensors", vars(NextTokens(at, engine)))
     none, everything = gap.exact(trainer(checkpoint, rollouts, tmp_path), ["all"], "vllm_compiled")
     assert everything.kl == (0, 0, 0) and everything.total_variation == (0, 0, 0) and everything.kl_ratio == (0, 0, 0)
-    p, q = engine.double(), other.double()
-    assert none.kl[0] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-9)
-    assert none.kl_reverse[0] == pytest.approx(float((q.exp() * (q - p)).sum(-1).mean()), rel=1e-9)
+    p, q = engine.double().log_softmax(-1), other.double().log_softmax(-1)  # sums of exactly 1
+    assert none.kl[0] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)
+    assert none.kl_reverse[0] == pytest.approx(float((q.exp() * (q - p)).sum(-1).mean()), rel=1e-5)
+    p, q = engine.double(), other.double()  # the control: fp32 log-probs as they are are off by more
+    assert none.kl[0] != pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)
     assert none.kl[0] > 0 and none.positions == len(at)
 
 
@@ -153,6 +157,32 @@ def test_an_interrupted_measurement_resumes(checkpoint, rollouts, tmp_path):
     again = gap.measure(it, ["rope", "carry"], "vllm_compiled")
     assert set(scored) == {"carry"}
     assert again[:2] == first[:2]
+
+
+def test_a_score_is_kept_for_what_it_was_made_of_only(checkpoint, rollouts, tmp_path):
+    """Another checkpoint in the same folder, other rollouts, another backend, other points under a preset's name: each is
+    scored again; the same once more is not."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    folder = tmp_path / "scores"
+    folder.mkdir()
+
+    def scored(rollouts=rollouts, backend="eager", preset="vllm_compiled") -> tuple[set, float]:
+        arms_scored: set = set()
+        it = gap.Trainer(str(model), rollouts, folder, backend, "cpu", lambda arm, n: arms_scored.add(arm))
+        return arms_scored, gap.measure(it, ["rope"], preset, [])[1].k3[0]
+
+    first, k3 = scored()
+    assert first == {"none", "rope"} and scored() == (set(), k3)
+    shorter = replace(rollouts, tokens=rollouts.tokens.flip(0))
+    assert scored(rollouts=shorter)[0] == {"none", "rope"}
+    scored()
+    points = get("vllm_compiled").points | {"attention": frozenset({"cos_sin", "product"})}
+    assert scored(preset=replace(get("vllm_compiled"), points=points))[0] == {"rope"}
+    scored()
+    tiny("qwen3", seed=1).save_pretrained(model)
+    again, other = scored()
+    assert again == {"none", "rope"} and other != k3
 
 
 def test_arms_that_move_the_same_points_are_scored_once(checkpoint, rollouts, tmp_path):
@@ -173,7 +203,6 @@ def test_every_subset_is_a_legal_value():
 @pytest.mark.parametrize("engine", ["vllm_compiled", "vllm_compiled_split", "vllm_cpu"])
 def test_a_point_moves_itself_and_nothing_else(engine):
     """At every site kind, the Rounding of a single point's arm is the trainer's but for that point."""
-    from verl_rounding_align.presets import get
     from verl_rounding_align.regions import KINDS
 
     for point in arms.POINTS:
@@ -189,11 +218,13 @@ def test_a_point_moves_itself_and_nothing_else(engine):
 def test_an_unknown_arm_is_an_error_that_lists_the_legal_ones():
     done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--regions", "rope+silu"])
     assert str(done.exception) == (
-        "regions='silu': choose from none, rope, swiglu, add_rms_norm, carry, paper, all, auto, qk_normed, qk_norm, cos_sin, "
+        "regions='silu': choose from none, rope, swiglu, add_rms_norm, carry, paper, all, qk_normed, qk_norm, cos_sin, "
         "product, act, sum, normed, subsets (join with +)"
     )
     done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--mode", "fast"])
     assert str(done.exception) == "mode='fast': unknown mode 'fast'; choose from compiled, eager, both"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--device", "tpu"])
+    assert str(done.exception) == "device='tpu': unknown device 'tpu'; choose from cpu, cuda"
     done = CliRunner().invoke(cli.app, ["gap", "--model", "m"])
     assert str(done.exception) == ("gap: --model and --out are needed; or a subcommand: score, report (see --help)")
 
@@ -213,6 +244,13 @@ def test_the_common_prefix_ends_at_the_first_token_that_differs(rollouts):
     assert at[lengths[0]] == rollouts.response_offsets[2]
 
 
+def test_rollouts_of_other_prompts_are_not_compared(rollouts):
+    other = replace(rollouts, tokens=rollouts.tokens.clone())
+    other.tokens[int(rollouts.offsets[3])] += 1
+    with pytest.raises(ValueError, match="sequence 3 has another prompt: these rollouts do not belong together"):
+        gap.common(rollouts, other)
+
+
 def test_the_engine_against_itself_is_a_floor(checkpoint, rollouts, tmp_path):
     rollouts.save(tmp_path)
     rollout.save(tmp_path / "prefill.safetensors", {"log_probs": rollouts.log_probs + 0.01})
@@ -225,7 +263,8 @@ def test_the_engine_against_itself_is_a_floor(checkpoint, rollouts, tmp_path):
 
 
 def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(rollouts, tmp_path):
-    stored = replace(rollouts, meta={"model": "m", "mode": "eager", "response_tokens": 102})
+    meta = {"model": "m", "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+    stored = replace(rollouts, meta=meta)
     stored.save(tmp_path)
     loaded = make(tmp_path, "m", ["unused"], 100, eager=True)
     assert torch.equal(loaded.tokens, rollouts.tokens) and torch.equal(loaded.log_probs, rollouts.log_probs)
@@ -233,8 +272,10 @@ def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(rollouts, tmp_pa
         make(tmp_path, "m", ["unused"], 100, eager=False)
     assert str(error.value) == (
         f"{tmp_path} holds 102 response tokens made with {{'mode': 'eager'}}, asked for 100 with {{'model': 'm', "
-        "'mode': 'compiled'}; choose another folder"
+        f"'mode': 'compiled', 'prompts': '{rollout.digest(['unused'])}'}}; choose another folder"
     )
+    with pytest.raises(ValueError, match="made with {'prompts': "):
+        make(tmp_path, "m", ["others"], 100, eager=True)
     with pytest.raises(ValueError, match="holds 102 response tokens made with these options, asked for 500"):
         make(tmp_path, "m", ["unused"], 500, eager=True)
 
@@ -259,12 +300,12 @@ def measured(checkpoint, rollouts, tmp_path_factory):
     for mode, log_probs in (("compiled", rollouts.log_probs), ("eager", noisy)):
         meta = {"model": checkpoint, "response_tokens": 102, "versions": versions, "temperature": 1.0}
         replace(rollouts, log_probs=log_probs, meta=meta).save(out / mode)
+        preset = get({"compiled": "vllm_compiled", "eager": "vllm_cpu"}[mode])
+        (out / mode / run_gap.PRESET).write_text(json.dumps({"device": "cpu", "preset": preset.as_dict()}))
     at = torch.arange(0, 102, 5)
     noise = torch.randn(len(at), VOCAB, generator=torch.Generator().manual_seed(0))
     rollout.save(out / "compiled" / "next_tokens.safetensors", vars(NextTokens(at, noise.log_softmax(-1))))
-    done = CliRunner().invoke(
-        cli.app, ["gap", "score", str(out), "--regions", "all,subsets", "--backend", "eager"], catch_exceptions=False
-    )
+    done = CliRunner().invoke(cli.app, ["gap", "score", str(out), "--backend", "eager"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return out, done.output
 
@@ -350,7 +391,10 @@ def test_attribution_over_points_takes_the_same_scores(measured):
 
 def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
     done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path)])
-    assert str(done.exception) == f"{tmp_path}: no gap.json; run `verl-rounding-align gap --out {tmp_path} ...`"
+    assert str(done.exception) == (
+        f"{tmp_path}: no gap.json, attribution.json, score.json, landing.json, triage.json; "
+        f"run `verl-rounding-align gap --out {tmp_path} ...`"
+    )
 
 
 # ---- a real engine

@@ -4,7 +4,9 @@ log-prob and an empty response leave tokens out and nothing else; a row that can
 from __future__ import annotations
 
 import json
+from importlib import resources
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,11 +72,11 @@ def test_reading_streams(tmp_path):
 
 def test_the_summary_of_chunks_is_the_summary_of_the_whole(tmp_path):
     valid = some(200).valid()
-    one = tallies.Tally().add(valid.rollout - valid.trainer, valid.offsets)
+    one = tallies.Tally().add(valid.rollout - valid.trainer, valid.offsets, valid.positions)
     many = tallies.Tally()
     for at in range(0, len(valid), 7):
         part = valid.select(list(range(at, min(at + 7, len(valid)))))
-        many.add(part.rollout - part.trainer, part.offsets)
+        many.add(part.rollout - part.trainer, part.offsets, part.positions)
     rows = [vars(tallies.tally_row("x", "none", tally)) for tally in (one, many)]
     for name, value in rows[0].items():  # sums of the same numbers, in another order
         assert value == (
@@ -91,6 +93,7 @@ def test_masked_and_missing_tokens_are_left_out_and_counted():
     valid = found.valid()
     assert valid.rollout.tolist() == [-1.0, -4.0] and valid.offsets.tolist() == [0, 1, 2]
     assert valid.prompts.tolist() == [7, 9]
+    assert Pairs.of([-1.0] * 4, [-1.0] * 4, [0, 4], mask=[1, 0, 0, 1]).valid().positions.tolist() == [0, 3]
 
 
 @settings(max_examples=50, deadline=None)
@@ -164,6 +167,9 @@ def test_the_command_summarises_a_dump(tmp_path):
     assert found["row"]["k3"][0] == pytest.approx((np.exp(-d) + d - 1).mean())
     assert found["row"]["k1"][0] == pytest.approx(d.mean())
     assert f"{len(d):,} tokens in 50 sequences" in done.output
+    jsonschema.validate(found, json.loads((resources.files(pairs.__package__) / "score.schema.json").read_text()))
+    CliRunner().invoke(cli.app, ["gap", "score", str(tmp_path / "d.parquet"), "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "report.html").read_text().count("<img ") == 2
 
 
 def test_a_dump_of_masked_tokens_is_an_error_not_a_zero(tmp_path):

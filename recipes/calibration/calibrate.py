@@ -22,6 +22,7 @@ from rich.progress import track
 from verl_rounding_align import report
 from verl_rounding_align.measure import gap, rollout
 from verl_rounding_align.measure.stats import intervals, per_sequence
+from verl_rounding_align.measure.tally import k3_terms
 
 RESULTS = Path(__file__).parent / "results" / "calibration.json"
 SEQUENCES = (24, 48, 144)
@@ -36,17 +37,17 @@ def simulated(spread: float, sequences: int = 20_000, seed: int = 0) -> np.ndarr
     scale = np.repeat(0.05 * np.exp(spread * rng.normal(size=sequences)), lengths)
     shift = np.repeat(0.01 * rng.normal(size=sequences), lengths)
     before, after = (scale * factor * rng.standard_t(6, lengths.sum()) + shift for factor in (1.0, 0.7))
-    sums = [per_sequence(x, offsets) for x in (before, gap.k3_terms(before), gap.k3_terms(after))]
+    sums = [per_sequence(x, offsets) for x in (before, k3_terms(before), k3_terms(after))]
     return np.stack([lengths.astype(float), *sums])
 
 
 def real(folder: Path) -> np.ndarray:
     """Return the same sums of a measured gap: the unaligned trainer, and the arm that moves most points."""
     rollouts = rollout.Rollouts.load(folder)
-    scores = max(gap.kept_scores(folder).values(), key=len)
+    scores = max((kept.scores for kept in gap.kept_scores(folder).values()), key=len)
     engine, offsets = rollouts.log_probs.double().numpy(), rollouts.response_offsets
     before, after = (engine - scores[points] for points in (frozenset(), max(scores, key=len)))
-    sums = [per_sequence(x, offsets) for x in (before, gap.k3_terms(before), gap.k3_terms(after))]
+    sums = [per_sequence(x, offsets) for x in (before, k3_terms(before), k3_terms(after))]
     return np.stack([np.diff(offsets).astype(float), *sums])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ..plan import CHOICES, Plan, parse_plan
+from ..plan import AUTO, CHOICES, Plan, parse_plan
 from ..presets import TRAINER, Preset, get
 from ..regions import GROUPS, KINDS, REGIONS
 from ..rounding import Rounding
@@ -19,6 +19,7 @@ from ..rounding import Rounding
 NONE = "none"
 POINTS = {point: region.name for region in REGIONS.values() for point in region.points}
 SUBSETS = "subsets"
+NAMES = tuple(choice for choice in CHOICES if choice != AUTO)  # a measured engine is named by its preset
 
 
 def moved(name: str, preset: Preset) -> frozenset[str]:
@@ -30,13 +31,13 @@ def moved(name: str, preset: Preset) -> frozenset[str]:
     >>> sorted(moved("add_rms_norm", get("vllm_compiled"))), sorted(moved("act", get("vllm_compiled")))
     (['normed', 'sum'], ['act'])
     """
-    if name in CHOICES:
+    if name in NAMES:
         groups = parse_plan(name, engine=preset).groups
         return frozenset().union(*(GROUPS[group][1] for group in groups))
     if name in POINTS:
         return frozenset({name})
     raise ValueError(
-        f"regions={name!r}: choose from {', '.join(dict.fromkeys((*CHOICES, *POINTS, SUBSETS)))} (join with +)"
+        f"regions={name!r}: choose from {', '.join(dict.fromkeys((*NAMES, *POINTS, SUBSETS)))} (join with +)"
     )
 
 
@@ -60,7 +61,7 @@ def plan(arm: str, preset: Preset) -> Plan:
     True
     """
     names = [name.strip() for name in arm.split("+")]
-    if all(name in CHOICES for name in names):
+    if all(name in NAMES for name in names):
         return parse_plan(arm, engine=preset)
     chosen, trainer, roundings = points(arm, preset), get(TRAINER), []
     for kind, region in KINDS.items():
@@ -81,7 +82,8 @@ def subsets(players: Sequence[str]) -> list[str]:
 
 
 def expand(regions: Sequence[str]) -> list[str]:
-    """Return arms without ``none``; ``subsets`` stands for all subsets of the groups, ``subsets:a:b`` of these players.
+    """Return arms without ``none``; ``subsets`` stands for all subsets of the groups and ``all``, ``subsets:a:b``
+    for those of these players.
 
     >>> expand(["rope", "subsets:act:carry"])
     ['rope', 'act', 'carry', 'act+carry']
@@ -89,5 +91,5 @@ def expand(regions: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in regions:
         head, *players = name.split(":")
-        found += subsets(players or list(GROUPS)) if head == SUBSETS else [name]
+        found += [*subsets(players or list(GROUPS)), *([] if players else ["all"])] if head == SUBSETS else [name]
     return [arm for arm in dict.fromkeys(found) if arm != NONE]

@@ -10,6 +10,8 @@ scheduled otherwise. No alignment can be expected to go below.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from .. import report
 from ..patch import align
 from ..plan import find_preset
 from ..presets import Preset
@@ -36,7 +39,7 @@ FLOORS = {
 # engine variants: folder -> (what it is, options of rollout.make)
 VARIANTS = {
     "scheduling": ("engine against itself, 8 sequences at a time", {"sequences_at_once": 8}),
-    "prefix_cache": ("engine against itself, with a prefix cache", {"prefix_cache": True}),
+    "prefix_cache": ("engine against itself, prompts from a prefix cache", {"prefix_cache": True, "block_size": 16}),
 }
 PREFILL_ROW = "engine against itself, prefill against decoding"
 
@@ -63,14 +66,19 @@ class ExactRow:
 def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (d, offsets, indices): a - b log-probs of the tokens that both drew before the first one that differs.
 
-    Sequences are those that both have, in order; one whose first token differs is left out. Tokens at which the draw
+    Sequences are those that both have, in order, with the same prompts; one whose first token differs is left out. Tokens at which the draw
     changed are not compared, so the largest differences are a little under-represented.
 
     Returns:
         d: (tokens,) fp64; offsets: (sequences + 1,); indices: (tokens,) of the tokens in ``a.log_probs``.
+
+    Raises:
+        ValueError: the prompts of a sequence differ.
     """
     indices, other, lengths = [], [], []
     for i in range(min(len(a), len(b))):
+        if not torch.equal(a.sequence(i)[: int(a.prompts[i])], b.sequence(i)[: int(b.prompts[i])]):
+            raise ValueError(f"sequence {i} has another prompt: these rollouts do not belong together")
         x, y = a.sequence(i)[int(a.prompts[i]) :], b.sequence(i)[int(b.prompts[i]) :]
         n = min(len(x), len(y))
         differ = (x[:n] != y[:n]).nonzero()
@@ -86,13 +94,33 @@ def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return d, np.concatenate([[0], np.cumsum(lengths)]), at
 
 
+def checkpoint_digest(folder: Path) -> str:
+    """Return a digest of a checkpoint's config and weights: of every weight file its size and 64 blocks of 64 KiB.
+
+    A checkpoint that was trained on differs in all of them; a single element changed by hand may not.
+    """
+    found = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]):
+        size, block = file.stat().st_size, 1 << 16
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            for i in range(64):
+                f.seek(i * max(0, size - block) // 63)
+                found.update(f.read(block))
+    return found.hexdigest()[:16]
+
+
 class Trainer:
     """Scores of one rollout folder by one checkpoint, arm by arm, kept in the folder: what is there is not done again.
+
+    A score is kept with all that it depends on (rollouts, checkpoint, rounding points, backend, device, versions); where
+    any of it differs now, it is made anew.
 
     Args:
         model: folder of the checkpoint that made the rollouts.
         folder: of the rollouts; every score is a file ``trainer.<points>.<preset>.<layout>.safetensors`` in it.
         backend: see :func:`verl_rounding_align.align`.
+        device: where the trainer runs: ``cpu`` or ``cuda``.
         progress: called with the arm and a number of response tokens done.
     """
 
@@ -102,12 +130,17 @@ class Trainer:
         rollouts: Rollouts,
         folder: Path,
         backend: str = "auto",
+        device: str = "cpu",
         progress: Callable[[str, int], None] = lambda arm, n: None,
     ):
         self.model, self.rollouts, self.folder = model, rollouts, folder
-        self.backend, self.progress = backend, progress
+        self.backend, self.device, self.progress = backend, device, progress
         self.whole = NextTokens.load(folder)
         self._loaded = None
+        tokens = hashlib.sha256(rollouts.tokens.numpy().tobytes() + rollouts.prompts.numpy().tobytes()).hexdigest()[:16]
+        names = ("torch", "transformers", "verl-rounding-align")
+        self._depends = dict(rollouts=tokens, checkpoint=checkpoint_digest(Path(model)), backend=backend, device=device)
+        self._depends |= {name: version for name, version in report.versions().items() if name in names}
 
     def scores(self, arm: str, preset: Preset, layout: str = "batched") -> dict[str, np.ndarray]:
         """Return what :func:`score` returns for an arm, as fp64 arrays."""
@@ -115,19 +148,34 @@ class Trainer:
         name = "+".join(sorted(chosen)) or NONE
         file = self.folder / f"trainer.{name}.{preset.name if chosen else NONE}.{layout}.safetensors"
         whole = self.whole if layout == "batched" else None
-        kept = load_file(file) if file.exists() else {}
+        wanted = plan(arm, preset)
+        how = dict(points="+".join(sorted(chosen)), preset=preset.name if chosen else NONE)
+        how["live"] = "+".join(sorted(live(preset))) if chosen else ""
+        how["depends"] = json.dumps(
+            {**self._depends, "roundings": {k: str(r) for k, r in wanted.roundings} if chosen else {}}, sort_keys=True
+        )
+        kept = _kept(file, how)
         if not kept or (whole is not None and len(kept.get("kl", ())) != len(whole.at)):
             if self._loaded is None:
                 from transformers import AutoModelForCausalLM
 
                 self._loaded = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
+                self._loaded.to(self.device)
             said = arm if layout == "batched" else FLOORS[layout]
-            alignment = align(self._loaded, plan(arm, preset), backend=self.backend)
+            alignment = align(self._loaded, wanted, backend=self.backend)
             kept = score(self._loaded, self.rollouts, layout, progress=lambda n: self.progress(said, n), whole=whole)
             assert not alignment.idle(), alignment.idle()
             alignment.undo()
-            save(file, kept, {"points": "+".join(sorted(chosen)), "preset": preset.name if chosen else NONE})
+            save(file, kept, how)
         return {n: x.numpy().astype(np.float64) for n, x in kept.items()}
+
+
+def _kept(file: Path, how: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Return a score that is kept, if it was made as it would be made now."""
+    if not file.exists():
+        return {}
+    with safe_open(file, "pt") as kept:
+        return {name: kept.get_tensor(name) for name in kept.keys()} if kept.metadata() == how else {}  # noqa: SIM118
 
 
 def measure(
@@ -195,13 +243,22 @@ def exact(trainer: Trainer, arms: Sequence[str], engine: Preset | str) -> list[E
     return rows
 
 
-def kept_scores(folder: Path) -> dict[str, dict[frozenset[str], np.ndarray]]:
-    """Return preset's name -> (set of points moved -> the trainer's log-probs in fp64) that :class:`Trainer` has kept."""
-    found: dict[str, dict[frozenset[str], np.ndarray]] = {}
+@dataclass(frozen=True)
+class Kept:
+    """Scores of one preset that :class:`Trainer` has kept: set of points moved -> log-probs in fp64."""
+
+    scores: dict[frozenset[str], np.ndarray]
+    live: frozenset[str]  # points at which trainer and engine differ
+
+
+def kept_scores(folder: Path) -> dict[str, Kept]:
+    """Return preset's name -> what :class:`Trainer` has kept for it; the unaligned trainer's scores are in each."""
+    found: dict[str, Kept] = {}
     for file in sorted(folder.glob("trainer.*.batched.safetensors")):
         with safe_open(file, "pt") as kept:
             how = kept.metadata()
-            moved = frozenset(filter(None, how["points"].split("+")))
-            found.setdefault(how["preset"], {})[moved] = kept.get_tensor("log_probs").double().numpy()
-    unaligned = found.pop(NONE, {})
-    return {preset: {**unaligned, **scores} for preset, scores in found.items()}
+            moved, its_live = (frozenset(filter(None, how[name].split("+"))) for name in ("points", "live"))
+            one = found.setdefault(how["preset"], Kept({}, its_live))
+            one.scores[moved] = kept.get_tensor("log_probs").double().numpy()
+    unaligned = found.pop(NONE, Kept({}, frozenset()))
+    return {preset: Kept({**unaligned.scores, **one.scores}, one.live) for preset, one in found.items()}

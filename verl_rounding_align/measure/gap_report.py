@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import report
 from ..report import Section
 from . import pictures
+from .tally import VERSION
 
 UNIT = "1e-4 nats per token"
 
@@ -21,7 +22,7 @@ def interval(x, scale: float = 1.0) -> str:
     >>> interval((0.51234, 0.4, 0.6), 10), interval((0.5, None, None)), interval((1, 1, 1)), interval((1e-7, 9e-8, 2e-7))
     ('5.1 [4.0, 6.0]', '0.5', '1', '0.00000010 [0.00000009, 0.00000020]')
     """
-    if x is None:
+    if x is None or x[0] is None or x[0] != x[0]:
         return ""
     value, low, high = (None if v is None or v != v else v * scale for v in x)
     if low is None or high is None or low == high:
@@ -95,6 +96,12 @@ def _gap_sections(found: Mapping) -> list[Section]:
             f"{UNIT} ({count}); 95 % intervals, bootstrap-t over sequences. d = engine minus trainer log-prob; "
             "k1 = mean d, k3 = mean(exp(-d) + d - 1); change and ratio are to the unaligned trainer on the same tokens."
         )
+        hot = m["rollouts"].get("temperature", 1.0)
+        if hot != 1.0:
+            note += (
+                f" Sampled at temperature {hot}, log-probs of the unscaled logits: k1 and k3 weigh tokens as they were "
+                "sampled, and are no estimates of a KL divergence."
+            )
         out.append(Section(f"Gap: {title}", columns, cells, note, renamed))
         if floors:
             columns, cells = gap_table(floors)
@@ -182,14 +189,17 @@ def attribution(found: Mapping) -> list[Section]:
     return out
 
 
-def dump_section(payload: Mapping) -> Section:
-    """Return the section of a dump's summary."""
-    row = payload["row"]
+def dump(payload: Mapping) -> list[Section]:
+    """Return the section of a dump's summary, ``score.json``."""
+    row, title = payload["row"], "Mismatch of the dump"
     columns, cells = gap_table([row])
     keep = [i for i, c in enumerate(columns) if "paired" not in c]
     note = f"{row['tokens']:,} tokens in {row['sequences']} sequences; {UNIT}, 95 % intervals; "
     note += f"{payload['masked']:,} tokens masked, {payload['nonfinite']:,} without two finite log-probs"
-    return Section("Mismatch of the dump", [columns[i] for i in keep], [[c[i] for i in keep] for c in cells], note)
+    name = payload["source"]
+    figures = [pictures.by_size({name: payload["sizes"]}, title)]
+    figures += [pictures.by_position({name: payload["positions"]}, title)] if payload["positions"] else []
+    return [Section(title, [columns[i] for i in keep], [[c[i] for i in keep] for c in cells], note, figures)]
 
 
 def landing(found: Mapping) -> list[Section]:
@@ -213,26 +223,43 @@ def landing(found: Mapping) -> list[Section]:
 
 
 # file in the folder -> what makes its sections
-PARTS = {"gap.json": _gap_sections, "attribution.json": attribution, "landing.json": landing}
+PARTS = {
+    "gap.json": _gap_sections,
+    "attribution.json": attribution,
+    "score.json": dump,
+    "landing.json": landing,
+    "triage.json": lambda found: [triage("Triage", found["findings"])],
+}
+
+
+def _found(folder: Path) -> dict[str, dict]:
+    """Return file's name -> JSON.
+
+    Raises:
+        ValueError: none of ``PARTS`` is in the folder, or one is of another schema version.
+    """
+    found = {name: json.loads((folder / name).read_text()) for name in PARTS if (folder / name).exists()}
+    if not found:
+        raise ValueError(f"{folder}: no {', '.join(PARTS)}; run `verl-rounding-align gap --out {folder} ...`")
+    for name, payload in found.items():
+        if payload.get("schema_version") != VERSION:
+            raise ValueError(
+                f"{folder / name}: schema version {payload.get('schema_version')}, this release reads {VERSION}; make it anew"
+            )
+    return found
 
 
 def sections(folder: Path) -> list[Section]:
     """Return the sections of everything that the tools have written into a folder.
 
     Raises:
-        ValueError: no ``gap.json`` in it, or of another schema version.
+        ValueError: nothing in it, or of another schema version.
     """
-    if not (folder / "gap.json").exists():
-        raise ValueError(f"{folder}: no gap.json; run `verl-rounding-align gap --out {folder} ...`")
-    out = []
-    for name, make in PARTS.items():
-        if (folder / name).exists():
-            out += make(json.loads((folder / name).read_text()))
-    return out
+    return [section for name, payload in _found(folder).items() for section in PARTS[name](payload)]
 
 
 def write(folder: Path) -> list[Path]:
     """Write ``report.md`` and ``report.html`` into the folder; return their paths."""
-    found = json.loads((folder / "gap.json").read_text())
-    title = f"{found['model']}: where the trainer's log-probs differ from the engine's"
-    return report.write_pages(folder, "report", title, sections(folder), found["versions"])
+    first = next(iter(_found(folder).values()))
+    title = f"{first.get('model') or first.get('source')}: where the trainer's log-probs differ from the engine's"
+    return report.write_pages(folder, "report", title, sections(folder), first["versions"])

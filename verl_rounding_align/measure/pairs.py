@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class Pairs:
         prompts: (sequences,) int64, prompt tokens of each, or None.
         advantages: (tokens,) fp64, or None.
         steps: (sequences,) int64, or None.
+        at: (tokens,) int64, position of each token in its response; None if no token was left out (:meth:`valid`).
     """
 
     rollout: np.ndarray
@@ -56,6 +57,7 @@ class Pairs:
     prompts: np.ndarray | None = None
     advantages: np.ndarray | None = None
     steps: np.ndarray | None = None
+    at: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -78,7 +80,9 @@ class Pairs:
 
     @property
     def positions(self) -> np.ndarray:
-        """Position of each token in its response, from 0; (tokens,)."""
+        """Position of each token in its response, from 0, tokens that were left out counted; (tokens,)."""
+        if self.at is not None:
+            return self.at
         return np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
 
     def valid(self) -> Pairs:
@@ -86,15 +90,13 @@ class Pairs:
         keep = self.mask & self._finite
         lengths = np.add.reduceat(keep, self.offsets[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
         some = lengths > 0
+        tokens = {n: getattr(self, n) for n in ("rollout", "trainer", "mask", "ids", "advantages")}
+        rows = {n: getattr(self, n) for n in ("prompts", "steps")}
         return Pairs(
-            self.rollout[keep],
-            self.trainer[keep],
-            np.concatenate([[0], np.cumsum(lengths[some])]),
-            self.mask[keep],
-            *(None if x is None else x[keep] for x in (self.ids,)),
-            *(None if x is None else x[some] for x in (self.prompts,)),
-            *(None if x is None else x[keep] for x in (self.advantages,)),
-            *(None if x is None else x[some] for x in (self.steps,)),
+            offsets=np.concatenate([[0], np.cumsum(lengths[some])]),
+            at=self.positions[keep],
+            **{n: None if a is None else a[keep] for n, a in tokens.items()},
+            **{n: None if a is None else a[some] for n, a in rows.items()},
         )
 
     @classmethod
@@ -108,7 +110,7 @@ class Pairs:
             return None if any(a is None for a in arrays) else np.concatenate(arrays)
 
         first = [join("rollout"), join("trainer"), offsets.astype(np.int64), join("mask")]
-        return cls(*first, *map(join, ("ids", "prompts", "advantages", "steps")))
+        return cls(*first, *map(join, ("ids", "prompts", "advantages", "steps", "at")))
 
     def select(self, sequences: Sequence[int]) -> Pairs:
         """Return some sequences, in the order given; one may be given twice."""
@@ -116,7 +118,7 @@ class Pairs:
         starts = np.repeat(self.offsets[:-1][sequences], lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         at = starts + np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        tokens = {n: getattr(self, n) for n in ("rollout", "trainer", "mask", "ids", "advantages")}
+        tokens = {n: getattr(self, n) for n in ("rollout", "trainer", "mask", "ids", "advantages", "at")}
         rows = {n: getattr(self, n) for n in ("prompts", "steps")}
         return Pairs(
             offsets=offsets,
@@ -140,7 +142,7 @@ def files(path: Path) -> list[Path]:
     return sorted(found, key=lambda f: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", f.name)])
 
 
-def _rows(file: Path) -> Iterator[dict]:
+def _rows(file: Path, progress: Callable[[float], None]) -> Iterator[dict]:
     """Return the rows of one file, streamed."""
     if file.suffix == ".parquet":
         try:
@@ -150,11 +152,17 @@ def _rows(file: Path) -> Iterator[dict]:
                 f"{file}: reading Parquet needs pyarrow (pip install pyarrow); or use JSON lines"
             ) from error
         with parquet.ParquetFile(file) as table:
+            done, rows = 0, max(1, table.metadata.num_rows)
             for batch in table.iter_batches(batch_size=256):
                 yield from batch.to_pylist()
+                done += batch.num_rows
+                progress(done / rows)
         return
+    done, size = 0, max(1, file.stat().st_size)
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
+            done += len(line)
+            progress(done / size)
             if line.strip():
                 try:
                     yield json.loads(line)
@@ -219,15 +227,21 @@ def _pack(rows: list[dict]) -> Pairs:
     )
 
 
-def read(path: str | Path, chunk: int = CHUNK) -> Iterator[Pairs]:
+def read(
+    path: str | Path, chunk: int = CHUNK, progress: Callable[[float], None] = lambda share: None
+) -> Iterator[Pairs]:
     """Yield a dump's sequences, at least ``chunk`` tokens at a time (the last time fewer).
+
+    Args:
+        progress: called with the share of the dump that is read, 0 to 1.
 
     Raises:
         ValueError: no dump, or a row that is not as the module's docstring says; the message names file and row.
     """
-    rows, tokens = [], 0
-    for file in files(Path(path)):
-        for number, row in enumerate(_rows(file), 1):
+    rows, tokens, every = [], 0, files(Path(path))
+    for i, file in enumerate(every):
+        part = lambda share, i=i: progress((i + share) / len(every))  # noqa: E731
+        for number, row in enumerate(_rows(file, part), 1):
             if found := _sequence(row, f"{file}, sequence {number}"):
                 rows.append(found)
                 tokens += len(found["rollout_log_probs"])

@@ -15,17 +15,22 @@ and, where asked for, what the same engine says of the same tokens in another wa
 
 ``python -m verl_rounding_align.measure.rollout`` runs vLLM in a process of its own, so that the scorer's process never
 holds an engine and nothing is left running. Sequence i is sampled with seed ``seed + i``: sequences are independent, and
-the same ones come again from an engine that only schedules differently, until a token differs.
+the same ones come again from an engine that only schedules differently, until a token differs. What is sampled is kept
+after each round over the prompts (``partial/``), and an interrupted run goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +123,7 @@ def start(
     sequences_at_once: int = 64,
     prefix_cache: bool = False,
     logprobs_mode: str = "raw_logprobs",
+    **engine,
 ):
     """Return a vLLM engine in this process.
 
@@ -128,6 +134,7 @@ def start(
         sequences_at_once: most sequences that are decoded together.
         logprobs_mode: vLLM's ``raw_logprobs`` (of the logits as the model gives them) or ``processed_logprobs`` (after
             temperature, top-p and top-k).
+        engine: any other argument of ``vllm.LLM``.
     """
     from vllm import LLM
 
@@ -143,7 +150,36 @@ def start(
         enable_chunked_prefill=False,
         logprobs_mode=logprobs_mode,
         max_logprobs=-1,
+        **engine,
     )
+
+
+@dataclass
+class _Sampled:
+    """What has been sampled: sequences, the number of prompt tokens of each, log-probs of all responses."""
+
+    sequences: list[list[int]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def rollouts(self, meta: dict) -> Rollouts:
+        return Rollouts(
+            tokens=torch.tensor([token for s in self.sequences for token in s]),
+            offsets=torch.from_numpy(np.cumsum([0, *map(len, self.sequences)])),
+            prompts=torch.tensor(self.prompts),
+            log_probs=torch.tensor(self.log_probs, dtype=torch.float32),
+            meta={**meta, "sequences": len(self.sequences), "response_tokens": len(self.log_probs)},
+        )
+
+    @classmethod
+    def of(cls, kept: Rollouts) -> _Sampled:
+        sequences = [kept.sequence(i).tolist() for i in range(len(kept))]
+        return cls(sequences, kept.prompts.tolist(), kept.log_probs.tolist())
+
+
+def digest(prompts: Sequence[str]) -> str:
+    """Return a short digest of prompts."""
+    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
 
 
 def generate(
@@ -155,17 +191,21 @@ def generate(
     seed: int = 0,
     top_p: float = 1.0,
     top_k: int = 0,
+    kept: Rollouts | None = None,
+    keep: Callable[[Rollouts], None] = lambda rollouts: None,
     **meta,
 ) -> Rollouts:
     """Return at least ``tokens`` response tokens sampled by a vLLM engine.
 
     Args:
         engine: as :func:`start` returns it.
-        prompts: user messages, cycled over.
+        prompts: user messages, cycled over; whole rounds, so that short responses are not favoured.
         length: most response tokens per sequence.
         temperature: sampling temperature.
         top_p, top_k: probability mass, or number, of the likeliest tokens that are sampled from; 1 and 0 are all.
         seed: of the first sequence; every next one has the next seed.
+        kept: rounds that were sampled before, in the same way; sampling goes on after them.
+        keep: called after each round with everything sampled so far.
         meta: what else to remember.
     """
     from vllm import SamplingParams
@@ -181,9 +221,26 @@ def generate(
         return tokenizer.encode(text, add_special_tokens=False)
 
     encoded = [encode(prompt) for prompt in prompts]
-    sequences, lengths, log_probs, count = [], [], [], 0
-    while count < tokens:
-        requests = [{"prompt_token_ids": ids} for ids in encoded]
+    requests = [{"prompt_token_ids": ids} for ids in encoded]
+    config = engine.llm_engine.vllm_config
+    meta = dict(
+        engine="vllm",
+        device=config.device_config.device_type,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        length=length,
+        seed=seed,
+        logprobs_mode=config.model_config.logprobs_mode,
+        prompts=digest(prompts),
+        versions=report.versions(),
+        **meta,
+    )
+    done = _Sampled.of(kept) if kept is not None else _Sampled()
+    cached = 0
+    if config.cache_config.enable_prefix_caching:  # once, so that every prompt of every round finds its blocks
+        engine.generate(requests, SamplingParams(max_tokens=1))
+    while len(done.log_probs) < tokens:
         sampling = [
             SamplingParams(
                 temperature=temperature,
@@ -191,38 +248,23 @@ def generate(
                 top_k=top_k,
                 max_tokens=length,
                 logprobs=0,
-                seed=seed + len(sequences) + i,
+                seed=seed + len(done.sequences) + i,
             )
             for i in range(len(encoded))
         ]
-        # a sequence keeps its place whatever its length: stopping in mid-batch would favour short responses
         for ids, result in zip(encoded, engine.generate(requests, sampling), strict=True):
             answer = result.outputs[0]
-            sequences.append(ids + list(answer.token_ids))
-            lengths.append(len(ids))
-            log_probs += [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
-            count += len(answer.token_ids)
-    meta = dict(
-        engine="vllm",
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        length=length,
-        seed=seed,
-        logprobs_mode=engine.llm_engine.model_config.logprobs_mode,
-        sequences=len(sequences),
-        response_tokens=count,
-        versions=report.versions(),
-        **meta,
-    )
-    offsets = np.cumsum([0, *map(len, sequences)])
-    return Rollouts(
-        tokens=torch.tensor([token for s in sequences for token in s]),
-        offsets=torch.from_numpy(offsets),
-        prompts=torch.tensor(lengths),
-        log_probs=torch.tensor(log_probs, dtype=torch.float32),
-        meta=meta,
-    )
+            done.sequences.append(ids + list(answer.token_ids))
+            done.prompts.append(len(ids))
+            for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+                done.log_probs.append(entry[token].logprob)
+            cached += result.num_cached_tokens or 0
+        keep(done.rollouts(meta))
+    if config.cache_config.enable_prefix_caching:
+        if not cached:
+            raise ValueError("the prefix cache was never used: prompts shorter than one of its blocks?")
+        meta["cached_prompt_tokens"] = cached
+    return done.rollouts(meta)
 
 
 def prefill(engine, rollouts: Rollouts) -> torch.Tensor:
@@ -276,19 +318,62 @@ def make(
     tokens: int,
     eager: bool,
     extras: dict[str, int] | None = None,
+    progress: Callable[[int], None] = lambda n: None,
     **options,
 ) -> Rollouts:
     """Return the rollouts in ``folder``, made by vLLM in a process of its own if they are not there.
 
     Args:
         extras: ``prefill`` (1) and ``next_tokens`` (how many positions): what else to ask the engine about them.
+        progress: called now and then with the number of response tokens that are kept so far.
         options: of :func:`generate` and :func:`start`, e.g. length, temperature, seed, sequences_at_once, prefix_cache.
 
     Raises:
         RuntimeError: vLLM failed; its output is in ``rollouts.log``.
         ValueError: ``folder`` holds rollouts made in another way.
     """
-    asked = dict(model=str(model), mode="eager" if eager else "compiled", **options)
+    asked = dict(model=str(model), mode="eager" if eager else "compiled", prompts=digest(prompts), **options)
+    _same(folder, asked, tokens)
+    missing = {name: n for name, n in (extras or {}).items() if n and _lacks(folder, name, n)}
+    if missing or not (folder / "rollouts.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        request = dict(model=str(model), prompts=prompts, tokens=tokens, eager=eager, extras=missing, **options)
+        if _request(folder) not in (None, {**request, "extras": _request(folder).get("extras")}):
+            shutil.rmtree(folder / "partial", ignore_errors=True)  # of another request
+        (folder / "request.json").write_text(json.dumps(request))
+        with (folder / "rollouts.log").open("w") as log:
+            command = [sys.executable, "-m", __spec__.name, str(folder)]
+            environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinned threads crawl on a shared machine
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            try:
+                while process.poll() is None:
+                    time.sleep(1)
+                    kept = folder / "partial" / "rollouts.json"
+                    if kept.exists():
+                        progress(json.loads(kept.read_text())["response_tokens"])
+            finally:
+                process.kill()
+        if process.returncode:
+            raise RuntimeError(f"vLLM ended with status {process.returncode}; see {folder / 'rollouts.log'}")
+    return Rollouts.load(folder)
+
+
+def _request(folder: Path) -> dict | None:
+    file = folder / "request.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _lacks(folder: Path, name: str, n: int) -> bool:
+    """Return whether an extra is not kept, or for fewer positions than ``n`` and than there are."""
+    if not (folder / f"{name}.safetensors").exists():
+        return True
+    return name == NEXT_TOKENS and len(NextTokens.load(folder).at) < min(n, len(Rollouts.load(folder).log_probs))
+
+
+def _same(folder: Path, asked: dict, tokens: int) -> None:
+    """Check that rollouts in ``folder``, if there are any, are those that are asked for."""
     if (folder / "rollouts.safetensors").exists():
         kept = Rollouts.load(folder)
         other = {k: kept.meta.get(k) for k, v in asked.items() if kept.meta.get(k) != v}
@@ -297,20 +382,6 @@ def make(
                 f"{folder} holds {kept.meta['response_tokens']} response tokens made with {other or 'these options'}, "
                 f"asked for {tokens} with {asked}; choose another folder"
             )
-    missing = {name: n for name, n in (extras or {}).items() if n and not (folder / f"{name}.safetensors").exists()}
-    if missing or not (folder / "rollouts.safetensors").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        request = dict(model=str(model), prompts=prompts, tokens=tokens, eager=eager, extras=missing, **options)
-        (folder / "request.json").write_text(json.dumps(request))
-        with (folder / "rollouts.log").open("w") as log:
-            command = [sys.executable, "-m", __spec__.name, str(folder)]
-            environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinned threads crawl on a shared machine
-            status = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
-        if status:
-            raise RuntimeError(f"vLLM ended with status {status}; see {folder / 'rollouts.log'}")
-    return Rollouts.load(folder)
 
 
 def run(
@@ -325,15 +396,27 @@ def run(
     sequences_at_once: int = 64,
     prefix_cache: bool = False,
     logprobs_mode: str = "raw_logprobs",
-    **options,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    **more,
 ) -> None:
     """Make what is missing in ``folder``; see :func:`make`."""
-    engine = start(model, eager, length, seed, sequences_at_once, prefix_cache, logprobs_mode)
+    engine = start(model, eager, length, seed, sequences_at_once, prefix_cache, logprobs_mode, **more)
     if not (folder / "rollouts.safetensors").exists():
-        how = dict(sequences_at_once=sequences_at_once, prefix_cache=prefix_cache)
+        how = dict(sequences_at_once=sequences_at_once, prefix_cache=prefix_cache, **more)
         how |= dict(model=model, mode="eager" if eager else "compiled")
-        generate(engine, prompts, tokens, length=length, seed=seed, **options, **how).save(folder)
+        sampling = dict(length=length, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k)
+        partial = folder / "partial"
+        kept = Rollouts.load(partial) if (partial / "rollouts.safetensors").exists() else None
+        done = generate(engine, prompts, tokens, kept=kept, keep=lambda r: r.save(partial), **sampling, **how)
+        done.save(folder)
+        shutil.rmtree(partial)
     rollouts = Rollouts.load(folder)
+    versions = report.versions()
+    other = {k: v for k, v in rollouts.meta["versions"].items() if k.startswith("vllm") and versions.get(k) != v}
+    if other:
+        raise ValueError(f"{folder} holds rollouts of {other}, this is {versions}; choose another folder")
     if extras.get(PREFILL):
         save(folder / f"{PREFILL}.safetensors", {"log_probs": prefill(engine, rollouts)})
     if extras.get(NEXT_TOKENS):

@@ -7,6 +7,7 @@ DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -27,6 +28,7 @@ from .stats import per_sequence
 from .tally import VERSION, Tally, k3_terms
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
+PRESET = "preset.json"  # in a mode's folder: the engine's preset that its scores are aligned to
 NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
 
 
@@ -63,7 +65,7 @@ def run_gap(
     mode: str,
     tokens: int,
     prompts: Path | None,
-    device: str,
+    device: str | None,
     backend: str,
     engine: str | None = None,
     full_vocab: int = 0,
@@ -76,9 +78,10 @@ def run_gap(
         What ``gap.json`` holds.
 
     Raises:
-        ValueError: an option that is not legal.
+        ValueError: an option that is not legal, or that the folder's rollouts were not made with.
     """
     arms = check(mode, regions)
+    device = here(device)
     text = prompts.read_text() if prompts else (resources.files(__package__) / "prompts.txt").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -89,38 +92,67 @@ def run_gap(
         presets[name] = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
     extras = {rollout.PREFILL: int(noise), rollout.NEXT_TOKENS: full_vocab}
     options = {"temperature": temperature}
-    for name in presets:
+    for name, preset in presets.items():
         folder, eager = out / name, name == "eager"
         with report.progress() as progress:
-            task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=None)
-            made = rollout.make(folder, model, lines, tokens, eager, extras, **options)
-            total = int(made.response_offsets[-1])
-            progress.update(task, total=total, completed=total)
+            task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=tokens)
+            advance = lambda n, task=task, progress=progress: progress.update(task, completed=n)  # noqa: E731
+            made = rollout.make(folder, model, lines, tokens, eager, extras, advance, **options)
+            progress.update(task, completed=tokens)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
-                task = progress.add_task(f"{title}", total=None)
-                rollout.make(folder / variant, model, lines[:NOISE_PROMPTS], 1, eager, **options, **how)
+                task = progress.add_task(title, total=None)
+                few = lines[:NOISE_PROMPTS]
+                rollout.make(folder / variant, model, few, 1, eager, **options, **how)
                 progress.update(task, total=1, completed=1)
+        if made.meta["device"] != device:
+            raise ValueError(
+                f"device={device!r}: vLLM ran on {made.meta['device']}; the preset would be another engine's"
+            )
+        (folder / PRESET).write_text(json.dumps({"device": device, "preset": preset.as_dict()}, indent=2) + "\n")
     return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else ())
 
 
+def here(device: str | None) -> str:
+    """Return the device that is asked for, or the one that is here.
+
+    Raises:
+        ValueError: unknown, or not here.
+    """
+    import torch
+
+    devices = ("cpu", "cuda")
+    if device is not None and device not in devices:
+        raise ValueError(f"device={device!r}: unknown device {device!r}; choose from {', '.join(devices)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU here")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def rescore(
-    source: Path, model: str | None, regions: Sequence[str], backend: str, engine: str | None, device: str = "cpu"
+    source: Path, model: str | None, regions: Sequence[str], backend: str, engine: str | None, noise: bool = True
 ) -> dict:
     """Score the rollouts that ``gap`` has kept, without an engine; see :func:`run_gap` for the rest.
 
     Args:
         source: the folder given to ``gap`` as ``--out``.
         model: the checkpoint, if it is not where it was.
-        engine: a preset's name or a probe's file; None for the preset of the release that made the rollouts.
+        engine: a preset's name or a probe's file; None for the preset that ``gap`` aligned to.
+
+    Raises:
+        ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there.
     """
-    folders = [source / mode for mode in ("compiled", "eager") if (source / mode / "rollouts.safetensors").exists()]
-    arms, presets = check("both", regions), {}
-    for folder in folders:
-        meta = rollout.Rollouts.load(folder).meta
-        model = model or meta["model"]
-        where = Rollout(meta["versions"]["vllm"], device, folder.name == "eager", "bfloat16")
-        presets[folder.name] = engine_preset(model, engine, where)
-    return _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS))
+    arms, presets, devices = check("both", regions), {}, set()
+    for mode in ("compiled", "eager"):
+        if (source / mode / "rollouts.safetensors").exists():
+            meta, kept = rollout.Rollouts.load(source / mode).meta, json.loads((source / mode / PRESET).read_text())
+            model = model or meta["model"]
+            devices.add(kept["device"])
+            presets[mode] = find_preset(engine or Preset.from_dict(kept["preset"]))
+    if not Path(model).is_dir():
+        raise ValueError(f"model={model!r}: no such folder; give the checkpoint that made the rollouts as --model")
+    if len(devices) != 1:
+        raise ValueError(f"{source}: rollouts of unlike devices, {', '.join(sorted(devices))}")
+    return _measure(model, source, presets, arms, backend, here(devices.pop()), tuple(gap.FLOORS) if noise else ())
 
 
 def _measure(
@@ -138,7 +170,7 @@ def _measure(
         rollouts = rollout.Rollouts.load(out / name)
         with report.progress() as progress:
             advance = _advance(progress, len(rollouts.log_probs))
-            trainer = gap.Trainer(model, rollouts, out / name, backend, advance)
+            trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance)
             rows = gap.measure(trainer, arms, preset, floors)
             crossed = []
             for other in presets.values():
@@ -173,11 +205,12 @@ def _measure(
     return payload
 
 
-def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | None = None) -> dict[str, tuple]:
+def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | None = None) -> dict[str, tuple]:
     """Attribute the reduction of k3 that ``gap --regions subsets`` has measured in ``out``; print and write it.
 
     Args:
         players: groups or points; None for the groups.
+        to: another file for what ``attribution.json`` holds.
 
     Returns:
         mode -> (whole, one row per player, one per pair); see :func:`attribute.attribute`.
@@ -194,28 +227,35 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, json: Path | 
         rollouts = rollout.Rollouts.load(out / mode)
         offsets, engine = rollouts.response_offsets, rollouts.log_probs.numpy().astype("float64")
         tokens = per_sequence(np.ones(len(engine)), offsets)
-        for preset, scores in gap.kept_scores(out / mode).items():
-            live = frozenset().union(*scores)
-            its = {p: moved(p, find_preset("vllm_compiled")) & live for p in players}
-            sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
-            k3 = {s: per_sequence(k3_terms(engine - scores[its]), offsets) for s, its in sets.items() if its in scores}
-            try:
-                found[mode] = attribute.attribute(k3, tokens, players)
-                details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
-            except ValueError as error:
-                failed.append((len(k3), f"{out / mode}, {preset}: {error}", mode))
+        # of the preset that gap aligned to: a folder may hold scores of others
+        preset = json.loads((out / mode / PRESET).read_text())["preset"]["name"]
+        kept = gap.kept_scores(out / mode).get(preset)
+        if kept is None:
+            failed.append((-1, f"{out / mode}: no scores for {preset}", mode))
+            continue
+        its = {p: moved(p, find_preset("vllm_compiled")) & kept.live for p in players}
+        sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
+        k3 = {
+            s: per_sequence(k3_terms(engine - kept.scores[points]), offsets)
+            for s, points in sets.items()
+            if points in kept.scores
+        }
+        try:
+            found[mode] = attribute.attribute(k3, tokens, players)
+            details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
+        except ValueError as error:
+            failed.append((len(k3), f"{out / mode}, {preset}: {error}", mode))
     if not found and failed:  # the nearest miss
         asked = "subsets" if players == list(GROUPS) else ":".join(("subsets", *players))
         raise ValueError(f"{max(failed)[1]}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
-    report.show(*(f"not attributed: {why}" for _, why, mode in failed if mode not in found))
     if not found:
         raise ValueError(f"{out}: no rollouts of `verl-rounding-align gap` in it")
     payload = {"schema": "verl-rounding-align/attribution", "schema_version": VERSION}
     payload["modes"] = {mode: {**details[mode], **attribute.as_json(*rows)} for mode, rows in found.items()}
-    report.write_json(out / "attribution.json", payload)
-    if json:
-        report.write_json(json, payload)
+    for file in filter(None, (out / "attribution.json", to)):
+        report.write_json(file, payload)
     report.show(*(section.table() for section in gap_report.attribution(payload)))
+    report.show(*(f"not attributed: {why}" for _, why, mode in failed if mode not in found))
     if (out / "gap.json").exists():
         report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return found

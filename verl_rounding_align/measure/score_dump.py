@@ -10,22 +10,25 @@ from . import gap_report, pairs
 from .tally import VERSION, GapRow, Tally, tally_row
 
 
-def score_dump(source: Path, json: Path | None = None) -> GapRow:
+def score_dump(source: Path, out: Path | None = None, json: Path | None = None) -> GapRow:
     """Summarise log-probs that somebody else has dumped, streamed; see :mod:`pairs` for the schema.
+
+    Args:
+        out: folder for ``score.json`` and the report's pages with pictures.
+        json: file for the same JSON.
 
     Raises:
         ValueError: no dump, or nothing in it to compare.
     """
     tally, left_out, masked = Tally(), 0, 0
     with report.progress() as progress:
-        task = progress.add_task(f"reads {source}", total=None)
-        for part in pairs.read(source):
+        task = progress.add_task(f"reads {source}", total=1)
+        for part in pairs.read(source, progress=lambda share: progress.update(task, completed=share)):
             valid = part.valid()
-            tally.add(valid.rollout - valid.trainer, valid.offsets)
+            tally.add(valid.rollout - valid.trainer, valid.offsets, valid.positions)
             left_out += part.missing
             masked += int((~part.mask).sum())
             progress.update(task, description=f"reads {source}: {tally.tokens:,} tokens")
-        progress.update(task, total=1, completed=1)
     if not tally.tokens:
         raise ValueError(
             f"{source}: not one token that counts has two finite log-probs ({left_out} have not, {masked} masked)"
@@ -34,7 +37,9 @@ def score_dump(source: Path, json: Path | None = None) -> GapRow:
     payload = {"schema": "verl-rounding-align/score", "schema_version": VERSION, "source": source.name}
     payload |= {"row": asdict(row), "nonfinite": left_out, "masked": masked}
     payload |= {"positions": tally.by_position(), "sizes": tally.by_size()}
-    report.show(gap_report.dump_section(payload).table())
-    if json:
-        report.write_json(json, payload)
+    report.show(gap_report.dump(payload)[0].table())
+    for file in filter(None, (json, out and out / "score.json")):
+        report.write_json(file, payload)
+    if out:
+        report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return row

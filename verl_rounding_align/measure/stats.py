@@ -38,7 +38,7 @@ def intervals(
     Too few are fewer than ``FEWEST``, or so few with a part in the spread that a draw often misses them all (``LEAN``).
 
     Args:
-        ratios: (x, n) per-sequence sums, each (sequences,) fp64; all of the same sequences. n sums to more than zero.
+        ratios: (x, n) per-sequence sums, each (sequences,) fp64; all of the same sequences. A ratio to a sum of zero is NaN.
         draws: bootstrap draws, the same for every ratio.
         level: coverage of the interval.
 
@@ -46,7 +46,8 @@ def intervals(
     [(2.0, 2.0, 2.0)]
     """
     table = np.array([column for pair in ratios for column in pair], dtype=np.float64)
-    values = table[::2].sum(1) / table[1::2].sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.where(table[1::2].sum(1) != 0, table[::2].sum(1) / table[1::2].sum(1), np.nan)
     if table.shape[1] < FEWEST:
         return [(float(v), float("nan"), float("nan")) for v in values]
     n = min(table.shape[1], CLUSTERS)
@@ -56,7 +57,8 @@ def intervals(
     scale = np.abs(table[::2]).sum(1)
     still = np.abs(m).sum(1) <= 1e-12 * scale  # the two columns are proportional: there is nothing to vary
     moments = np.concatenate([m, size, m * m, m * size, size * size])
-    se = np.sqrt((m * m).sum(1)) / size.sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        se = np.sqrt((m * m).sum(1)) / size.sum(1)
     rng, chunk, t, lean = np.random.default_rng(seed), max(1, 4_000_000 // n), [], np.zeros(len(values))
     with np.errstate(divide="ignore", invalid="ignore"):
         for start in range(0, draws, chunk):
@@ -66,7 +68,7 @@ def intervals(
             shift = sm / sn
             spread = np.sqrt(np.maximum(smm - 2 * shift * smn + shift**2 * snn, 0)) / sn
             t.append(shift / spread)
-            lean += (spread < LEAN * se[:, None]).sum(1)
+            lean += ((spread < LEAN * se[:, None]) | (sn == 0)).sum(1)
         t = np.concatenate(t, axis=1)
         t[np.isnan(t)] = 0.0  # a draw that neither moves nor spreads
         tail = (1 - level) / 2

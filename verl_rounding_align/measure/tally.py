@@ -55,12 +55,13 @@ class Tally:
         self.sizes = np.zeros((2, len(OCTAVES) + 1), dtype=np.int64)  # d < 0, d > 0
         self._positions = np.zeros((6, len(POSITIONS)))  # x, n, xx, xn, nn, sequences
 
-    def add(self, d: np.ndarray, offsets: np.ndarray) -> Tally:
+    def add(self, d: np.ndarray, offsets: np.ndarray, positions: np.ndarray | None = None) -> Tally:
         """Add whole sequences.
 
         Args:
             d: (tokens,) differences, finite.
             offsets: (sequences + 1,) where each starts; none is empty.
+            positions: (tokens,) in the response; None where no token is left out.
         """
         if not len(d):
             return self
@@ -75,7 +76,7 @@ class Tally:
         for row, of in enumerate((d < 0, d > 0)):
             self.sizes[row] += np.bincount(octave[of], minlength=self.sizes.shape[1])
         lengths = np.diff(offsets)
-        position = np.arange(len(d)) - np.repeat(offsets[:-1], lengths)
+        position = np.arange(len(d)) - np.repeat(offsets[:-1], lengths) if positions is None else positions
         bins = len(POSITIONS)
         key = np.repeat(np.arange(sequences), lengths) * bins + np.searchsorted(POSITIONS, position, side="right") - 1
         x = np.bincount(key, weights=size, minlength=sequences * bins).reshape(sequences, bins)
