@@ -4,7 +4,8 @@ A *dump* is a file, or a folder of files, with one sequence per line (``.jsonl``
 
     rollout_log_probs  list of float  required  the engine's log-prob of each response token, natural logarithm
     trainer_log_probs  list of float  required  the trainer's, of the same tokens (verl's name, old_log_probs, is read too)
-    response_mask      list of 0/1    optional  tokens that count; without it all do
+    response_mask      list of 0/1    optional  tokens that count; without it all do (verl's dump also has loss_mask, not
+                                                read: what is left of it after rejection sampling)
     response_ids       list of int    optional  the response tokens
     prompt_length      int            optional  tokens before the response, left padding excluded
     advantages         list of float  optional  as verl's loss takes them

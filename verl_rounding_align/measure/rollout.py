@@ -338,9 +338,11 @@ def make(
     if missing or not (folder / "rollouts.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
         request = dict(model=str(model), prompts=prompts, tokens=tokens, eager=eager, extras=missing, **options)
-        if _request(folder) not in (None, {**request, "extras": _request(folder).get("extras")}):
+        file = folder / "request.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        if {**before, "extras": missing, "tokens": tokens} != request:
             shutil.rmtree(folder / "partial", ignore_errors=True)  # of another request
-        (folder / "request.json").write_text(json.dumps(request))
+        file.write_text(json.dumps(request))
         with (folder / "rollouts.log").open("w") as log:
             command = [sys.executable, "-m", __spec__.name, str(folder)]
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -358,11 +360,6 @@ def make(
         if process.returncode:
             raise RuntimeError(f"vLLM ended with status {process.returncode}; see {folder / 'rollouts.log'}")
     return Rollouts.load(folder)
-
-
-def _request(folder: Path) -> dict | None:
-    file = folder / "request.json"
-    return json.loads(file.read_text()) if file.exists() else None
 
 
 def _lacks(folder: Path, name: str, n: int) -> bool:
