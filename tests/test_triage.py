@@ -30,8 +30,79 @@ import table  # noqa: E402
 DATA = ROOT / "tests" / "data" / "triage"
 CASES = list(calibrate.cases(load_file(DATA / "inputs.safetensors")))
 ROWS = json.loads((ROOT / "recipes/triage/results/calibration.json").read_text())["rows"]
-MET = {(row["cause"], row["size"]) for row in ROWS if row["hits"] >= 0.98 * row["draws"]}
+RATE = {(row["cause"], row["size"]): row["hits"] / row["draws"] for row in ROWS}
 DRAWS = 5
+# faults that must be named first in 19 of 20 draws, whatever the stored results say
+REQUIRED = {
+    "temperature": [
+        "T = 0.6 scored at 1",
+        "T = 0.8 scored at 1",
+        "T = 0.95 scored at 1",
+        "T = 1.2 scored at 1",
+    ],
+    "kept-mass": [
+        "top-p 0.9",
+        "top-k 20",
+        "top-p 0.95",
+        "top-p 0.99",
+        "top-k 50",
+    ],
+    "processed-against-raw": [
+        "T = 0.6",
+        "T = 0.8",
+    ],
+    "moe-routing": [
+        "random Qwen3-MoE, 16 experts",
+    ],
+    "one-token-shift": [
+        "every sequence, by +1",
+        "every sequence, by -1",
+        "one sequence in 2",
+        "one sequence in 4",
+    ],
+    "low-precision-log-probs": [
+        "rollout in bf16",
+        "trainer in bf16",
+        "rollout in fp16",
+    ],
+    "padding-or-mask": [
+        "1 tool tokens in a response count",
+        "4 tool tokens in a response count",
+        "16 tool tokens in a response count",
+        "the mask starts one token early",
+    ],
+    "missing-log-probs": [
+        "1 % not a number",
+        "rollout copied",
+        "rollout all 0",
+    ],
+    "weights-rope-or-context": [
+        "prompts cut to fit 160 tokens",
+        "prompts cut to fit 240 tokens",
+        "noise of 0.01 of its size on every matrix",
+        "noise of 0.02 of its size on every matrix",
+        "noise of 0.05 of its size on every matrix",
+        "noise of 0.1 of its size on every matrix",
+        "64 padding tokens in front attended",
+        "8 padding tokens in front attended",
+        "RoPE linear x1.1",
+        "RoPE theta x0.5",
+        "RoPE theta x2",
+        "RoPE theta x4",
+    ],
+    "growth-with-length": [
+        "RoPE linear x1.1 in sequences of more than 270 tokens",
+        "RoPE theta x0.5 in sequences of more than 270 tokens",
+        "RoPE theta x2 in sequences of more than 270 tokens",
+        "RoPE theta x4 in sequences of more than 270 tokens",
+    ],
+    "growth-with-position": [
+        "the trainer sees 128 tokens back",
+        "the trainer sees 64 tokens back",
+    ],
+}
+MISSED = {("weights-rope-or-context", "noise of 0.003 of its size on every matrix")}  # less than rounding moves logits
+MUST = [(cause, size) for cause, sizes in REQUIRED.items() for size in sizes]
 
 
 def case(cause, size):
@@ -41,21 +112,94 @@ def case(cause, size):
 CLEAN = case(triage.ROUNDING, "eager, both at T = 1").pairs
 
 
-@pytest.mark.parametrize("chosen", [c for c in CASES if (c.cause, c.size) in MET], ids=lambda c: f"{c.cause}: {c.size}")
+@pytest.mark.parametrize(
+    "chosen", [c for c in CASES if (c.cause, c.size) not in MISSED], ids=lambda c: f"{c.cause}: {c.size}"
+)
 def test_a_fault_of_a_size_that_is_calibrated_is_named_first(chosen):
+    """All of five draws; four where the calibration, with more sequences to draw from, misses too."""
     named = [triage.triage(sample)[0].cause for sample in calibrate.draws(chosen, 2000, DRAWS, seed=7)]
-    assert set(named) <= {chosen.cause, *chosen.also}
+    hits = sum(cause in (chosen.cause, *chosen.also) for cause in named)
+    assert hits >= DRAWS - (RATE[chosen.cause, chosen.size] < 1)
+
+
+@pytest.mark.parametrize("cause, size", MUST)
+def test_each_required_fault_is_calibrated_and_named_in_nineteen_of_twenty_draws(cause, size):
+    assert RATE[cause, size] >= 0.95
+
+
+def test_no_fault_is_calibrated_that_is_neither_required_nor_known_to_be_missed():
+    assert {key for key in RATE if key[0] != triage.ROUNDING} == {*MUST, *MISSED}
+    assert {(c.cause, c.size) for c in CASES} <= set(RATE)
+
+
+@pytest.mark.parametrize("size", [size for cause, size in RATE if cause == triage.ROUNDING])
+def test_each_clean_run_has_at_most_one_false_alarm_in_fifty_draws(size):
+    assert RATE[triage.ROUNDING, size] >= 0.98
 
 
 def test_every_cause_that_log_probs_show_is_calibrated():
     """At one size at least; the other causes need settings, experts or training steps, and have tests of their own."""
-    others = {"changes-with-step", "sequence-level-ratio", "unsupported-backend"}
-    assert {cause for cause, _ in MET} == {triage.ROUNDING, *triage.NAMES} - others
+    others = {"changes-with-step", "sequence-level-ratio", "unsupported-backend", "sampled-elsewhere"}
+    assert {cause for cause, _ in MUST} == set(triage.NAMES) - others
 
 
-def test_false_alarms_on_clean_runs_are_fewer_than_one_in_fifty():
-    clean = [row for row in ROWS if row["cause"] == triage.ROUNDING]
-    assert sum(row["draws"] - row["hits"] for row in clean) <= 0.02 * sum(row["draws"] for row in clean)
+def test_the_calibration_reads_what_gap_leaves(tmp_path):
+    """Scores in each layout and of two presets, under the names that `gap` gives them."""
+    from safetensors.numpy import save_file
+
+    from verl_rounding_align.measure.rollout import Rollouts
+
+    folder = tmp_path / "eager"
+    Rollouts(torch.arange(9), torch.tensor([0, 4, 9]), torch.tensor([1, 2]), -torch.rand(6), {}).save(folder)
+    for points, preset, layout in (
+        ("", "none", "batched"), ("", "none", "single"), ("", "none", "packed"), ("act+sum", "vllm_cpu", "batched"),
+        ("act+sum", "vllm_compiled", "batched"),
+    ):  # fmt: skip
+        file = folder / f"trainer.{points or 'none'}.{preset}.{layout}.safetensors"
+        save_file({"log_probs": -np.ones(6)}, file, {"points": points, "preset": preset})
+    found = list(calibrate.of_gap(tmp_path))
+    assert {c.size for c in found} == {
+        "eager, none", "eager, none, one sequence at a time", "eager, none, packed", "eager, act+sum as vllm_cpu",
+        "eager, act+sum as vllm_compiled",
+    }  # fmt: skip
+    assert all(len(c.pairs.rollout) == 6 and c.cause == triage.ROUNDING for c in found)
+
+
+# ---- masked tokens: positions are those in the response
+
+
+def masked(pairs, at):
+    """A span that does not count (tool output) in every response from position ``at`` on, as long as a response is."""
+    from dataclasses import replace
+
+    return replace(pairs, mask=(pairs.positions < at) | (pairs.positions >= at + 100))
+
+
+def test_tokens_on_both_sides_of_a_masked_span_are_no_neighbours():
+    """One token in five counts, and the trainer's are those of the next that counts: five further in the response, not one."""
+    from dataclasses import replace
+
+    shifted = case("one-token-shift", "every sequence, by +1").pairs
+    assert [f.cause for f in triage.triage(masked(shifted, 20))] == ["one-token-shift"]
+    five = replace(CLEAN, trainer=CLEAN.trainer.copy(), mask=CLEAN.positions % 5 == 0)
+    kept = np.flatnonzero(five.mask)
+    five.trainer[kept[1:]] = CLEAN.trainer[kept[:-1]]
+    assert triage.shift(triage.Sample(five), Facts()) is None
+    short = Pairs.of(five.rollout[kept], five.trainer[kept], triage.Sample(five).offsets)  # control: without positions
+    assert "trainer[t+1]" in triage.shift(triage.Sample(short), Facts()).evidence
+
+
+def test_a_masked_span_leaves_positions_as_they_are():
+    sample = triage.Sample(masked(CLEAN, 20))
+    whole = CLEAN.positions[sample.whole.mask]
+    assert (sample.pairs.positions == whole).all() and (sample.from_start == whole).all()
+    tail = np.repeat(np.diff(CLEAN.offsets), np.diff(CLEAN.offsets))[sample.whole.mask] - 1 - whole
+    assert (
+        sample.from_end[tail < 20] == tail[tail < 20]
+    ).mean() > 0.5  # responses that end inside the span end earlier
+    rest = sample.without(sample.from_start == 0)
+    assert (rest.from_start == sample.from_start[sample.from_start > 0]).all() and rest.from_start.min() == 1
+    assert (rest.pairs.positions == sample.pairs.positions[sample.from_start > 0]).all()
 
 
 def test_the_recipes_table_is_what_the_results_say():
@@ -131,13 +275,15 @@ def test_an_empty_mask_is_said():
     assert finding.evidence == "no token counts: the mask is empty"
 
 
-def outliers(share=0.003, size=1.5):
+def outliers(pairs=CLEAN, share=0.003, size=1.5):
     """A clean run with a few tokens that differ much, as where experts flip."""
     from dataclasses import replace
 
     rng = np.random.default_rng(0)
-    hit = rng.random(len(CLEAN.rollout)) < share
-    return replace(CLEAN, rollout=np.minimum(CLEAN.rollout + hit * size * rng.normal(size=len(hit)), -1e-4))
+    hit = rng.random(len(pairs.rollout)) < share
+    return replace(
+        pairs, rollout=np.where(hit, np.minimum(pairs.rollout + size * rng.normal(size=len(hit)), -1e-4), pairs.rollout)
+    )
 
 
 def test_a_few_far_tokens_are_routing_only_where_there_are_experts():
@@ -285,13 +431,23 @@ def test_verls_default_config_has_nothing_to_name():
 
 
 def test_what_a_rollout_file_says_of_raw_log_probs_is_used():
-    chosen = next(c for c in CASES if c.size == "eager, raw at T = 0.6, scored at 1")
-    assert triage.triage(chosen.pairs)[0].cause == triage.ROUNDING  # log-probs agree: they cannot show it
-    (finding,) = triage.triage_rollouts(chosen.pairs, {"temperature": 0.6, "logprobs_mode": "raw_logprobs"})
-    assert finding.evidence == (
-        "logprobs_mode=raw_logprobs at temperature 0.6: tokens are not sampled from the distribution that both sides' log-probs "
-        "are of"
+    """Both sides are of one distribution: a note, beside what the log-probs show, and not instead of it."""
+    chosen = next(c for c in CASES if c.size == "eager, raw at T = 0.6, scored at 1").pairs
+    assert [f.cause for f in triage.triage(chosen)] == [triage.ROUNDING]  # log-probs agree: they cannot show it
+    meta = {"temperature": 0.6, "logprobs_mode": "raw_logprobs"}
+    clean, note = triage.triage_rollouts(chosen, meta)
+    assert (clean.cause, note.cause, note.confidence) == (triage.ROUNDING, "sampled-elsewhere", "possible")
+    assert note.evidence == (
+        "tokens are sampled with temperature=0.6; both sides' log-probs are raw, of all tokens at temperature 1: no part of the "
+        "mismatch"
     )
+    far = triage.triage_rollouts(outliers(chosen), meta, Facts(experts=64))
+    assert [f.cause for f in far] == ["moe-routing", "sampled-elsewhere"]
+    top_p = next(c for c in CASES if c.size == "eager, raw at top-p 0.9").pairs
+    found = triage.triage_rollouts(top_p, {"temperature": 1.0, "top_p": 0.9, "logprobs_mode": "raw_logprobs"})
+    assert [f.cause for f in found] == [triage.ROUNDING, "sampled-elsewhere"]
+    assert found[1].evidence.startswith("tokens are sampled with top_p=0.9; ")
+    assert [f.cause for f in triage.triage_rollouts(chosen, {**meta, "temperature": 1.0})] == [triage.ROUNDING]
 
 
 def test_a_config_that_is_not_verls_is_an_error(tmp_path):
@@ -338,7 +494,7 @@ def test_a_difference_is_a_finding_that_names_the_tensors():
     a = {"x": weights.digest(torch.ones(2)), "y": weights.digest(torch.ones(3)), "z": weights.digest(torch.ones(4))}
     b = {**a, "y": weights.digest(torch.ones(5))}
     finding = triage.compare_weights(a, b)
-    assert finding.evidence == "1 of 3 tensors differ; relative to their size y by inf"
+    assert finding.evidence == "3 of 3 tensors compared; 1 of them differ, relative to their size y by inf"
     assert triage.compare_weights(a, a) is None
     assert triage.triage(case(triage.OTHER, "noise of 0.1 of its size on every matrix").pairs, found=[finding]) == [
         finding
@@ -346,6 +502,43 @@ def test_a_difference_is_a_finding_that_names_the_tensors():
     with pytest.raises(ValueError) as error:
         weights.compare({"x": a["x"]}, {"y": a["y"]})
     assert str(error.value) == "no tensor in common: the trainer has x, ..., the engine y, ..."
+
+
+@pytest.mark.parametrize("size", [3 * 2**20 + 7])
+def test_a_sketch_of_a_large_tensor_tells_the_size_of_an_offset(size):
+    """Signs that began again at every 2^20 weights would add the blocks' sketches of a constant: off by sqrt(3) here. The
+    estimate's relative spread is sqrt(1 / (2 * 64)) = 0.09; three of them."""
+    a = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    (found,) = weights.compare(*({"w": weights.digest(x, torch.float32)} for x in (a, a + 0.01)))
+    assert found.relative == pytest.approx(0.01, rel=0.27)
+
+
+def test_weights_that_one_side_lacks_are_said_and_explain_nothing():
+    a = {name: weights.digest(torch.full((2,), value)) for name, value in zip("vwxyz", range(5), strict=True)}
+    some = {name: a[name] for name in "vz"}
+    finding = triage.compare_weights(a, some)
+    assert (finding.cause, finding.confidence) == ("weights-not-compared", "possible")
+    assert finding.evidence == (
+        "2 of 5 tensors compared; only the trainer has w, x and 1 more; those are equal in every bit, the others may differ"
+    )
+    assert "only the engine has w, x and 1 more" in triage.compare_weights(some, a).evidence
+    assert [f.cause for f in triage.triage(CLEAN, found=[finding])] == [triage.ROUNDING, finding.cause]
+    assert [f.cause for f in triage.triage(outliers(), Facts(experts=64), [finding])] == ["moe-routing", finding.cause]
+    changed = triage.compare_weights(a, {**some, "z": a["y"]})
+    assert changed.cause == "weights" and changed.evidence.startswith(
+        "2 of 5 tensors compared; only the trainer has w, x and 1"
+    )
+
+
+def test_a_tied_head_is_compared_with_the_embedding():
+    """Transformers names a tied head, vLLM and checkpoints do not; one that differs from the embedding is missing."""
+    head, other = (weights.digest(torch.full((2,), value)) for value in (1.0, 2.0))
+    engine = {weights.EMBEDDING: head, "x": other}
+    assert triage.compare_weights({**engine, weights.HEAD: head}, engine) is None
+    assert triage.compare_weights(engine, {**engine, weights.HEAD: head}) is None
+    finding = triage.compare_weights({**engine, weights.HEAD: other}, engine)
+    assert finding.evidence.startswith("2 of 3 tensors compared; only the trainer has lm_head.weight; ")
+    assert triage.compare_weights({**engine, "model.rotary_emb.inv_freq": other}, engine) is None
 
 
 def test_a_checkpoints_experts_are_stacked_as_models_hold_them(tmp_path):
@@ -441,7 +634,11 @@ def test_the_command_reads_verls_config(tmp_path):
 def test_the_command_compares_two_checkpoints(tmp_path):
     for name, theta in (("a", 1e4), ("b", 1e6)):
         tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": theta}).save_pretrained(tmp_path / name)
-    assert run("--model", tmp_path / "a", "--trainer-model", tmp_path / "a").exit_code == 0
+    same = run("--model", tmp_path / "a", "--trainer-model", tmp_path / "a", "--json", tmp_path / "t.json")
+    assert same.exit_code == 0
+    (finding,) = json.loads((tmp_path / "t.json").read_text())["findings"]
+    n = len(weights.digest_hf(tmp_path / "a"))
+    assert finding["evidence"].endswith(f"; {n} of {n} tensors compared, equal in every bit") and n > 10
     done = run("--model", tmp_path / "a", "--trainer-model", tmp_path / "b", "--json", tmp_path / "t.json")
     assert done.exit_code == 1
     (finding,) = json.loads((tmp_path / "t.json").read_text())["findings"]
@@ -455,11 +652,8 @@ def test_the_command_needs_something_to_look_at():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_vllms_weights_and_rope_are_the_trainers_until_one_is_changed(family, tmp_path):
-    """A real vLLM, loaded from the checkpoint, asked through its workers; then a trainer with one perturbed matrix."""
+def asked(family, folder, **environment):
+    """Return (trainer, what the worker of a real vLLM that has loaded its checkpoint answers)."""
     pytest.importorskip("vllm")
     import os
     import subprocess
@@ -472,34 +666,57 @@ def test_vllms_weights_and_rope_are_the_trainers_until_one_is_changed(family, tm
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     code = (
         "import json, sys; from vllm import LLM\n"
         "if __name__ == '__main__':\n"
-        f"    engine = LLM(model={str(tmp_path)!r}, dtype='bfloat16', enforce_eager=True, max_model_len=128, "
+        f"    engine = LLM(model={str(folder)!r}, dtype='bfloat16', enforce_eager=True, max_model_len=128, "
         "skip_tokenizer_init=True)\n"
         f"    (found,) = engine.collective_rpc('rounding_align_digest')\n"
-        f"    json.dump(found, open({str(tmp_path / 'found.json')!r}, 'w'))\n"
+        f"    json.dump(found, open({str(folder / 'found.json')!r}, 'w'))\n"
     )
     environment = {
-        **os.environ, "VERL_PLATFORM": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+        **{name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}, **environment,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((folder / "found.json").read_text())
     assert "missing" not in found, found
-    trainer = weights.digest_hf(model)
-    assert set(trainer) - set(found["weights"]) <= {"lm_head.weight"} and len(found["weights"]) >= 3 * 9
+    return model, found
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_vllms_weights_and_rope_are_the_trainers_until_one_is_changed(family, tmp_path):
+    """A real vLLM, loaded from the checkpoint, asked through its workers; then a trainer with one perturbed matrix."""
+    model, found = asked(family, tmp_path, VERL_PLATFORM="cpu")
+    trainer, n = weights.digest_hf(model), len(found["weights"])
+    assert set(trainer) - set(found["weights"]) <= {"lm_head.weight"} and n >= 3 * 9
     assert triage.compare_engine(model, found) == []
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight.mul_(1.01)
     (finding,) = triage.compare_engine(model, found)
     assert finding.evidence.startswith(
-        f"1 of {len(found['weights'])} tensors differ; relative to their size model.layers.2.self_attn.k_proj.weight by 0.0"
+        f"{n} of {n} tensors compared; 1 of them differ, relative to their size model.layers.2.self_attn.k_proj.weight by 0.0"
     )
     model.config.rope_parameters["rope_theta"] *= 2
     assert [f.cause for f in triage.compare_engine(model, found)] == ["weights", "rope-parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_linear_weights_that_vllm_on_a_cpu_has_packed_are_said_to_be_not_compared(tmp_path):
+    model, found = asked("llama", tmp_path)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight.mul_(1.01)  # cannot be seen
+    (finding,) = triage.compare_engine(model, found)
+    assert finding.cause == "weights-not-compared"
+    assert finding.evidence.startswith(
+        f"{len(found['weights'])} of {len(weights.digest_hf(model))} tensors compared; only the trainer has "
+    )
 
 
 def test_an_engine_that_cannot_answer_is_an_error():

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_rounding_align.integrations import verl as integration
 from verl_rounding_align.metrics import Mismatch, Phantom, mismatch, phantom
-from verl_rounding_align.trend import Detector, Reading
+from verl_rounding_align.trend import CHANCE, Detector, Reading
 
 pytestmark = pytest.mark.verl
 NAMES = {f"rounding_align/{name}" for name in Mismatch().values()}
@@ -34,6 +34,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(integration._Trainer, "said", set())
     for name in ("detector", "history", "columns"):
         monkeypatch.setattr(integration._Trainer, name, None)
+    monkeypatch.setattr(integration._Trainer, "masks", {})
 
 
 def data(**change):
@@ -205,6 +206,9 @@ def trainer_class(queue=None):
         def step(self, number=1, **metrics):
             self._compute_metrics(BATCH, metrics, {}, global_steps=number, epoch=0)
             return metrics
+
+        def _compute_advantage(self, batch, metrics):
+            return batch
 
         def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
             infos = {"uid": [batch.keys[i] for i in (2, 0, 1, 3)]}  # verl sorts the rows
@@ -388,9 +392,9 @@ def test_growth_warns_once_and_the_alarm_stays(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     number = r"\d+\.\d\d"
     assert re.fullmatch(
-        rf"rounding_align: WARNING: step \d+: mismatch_k3 rising with probability above 0\.99: x{number} per 100 steps "
-        rf"\(95 % interval {number} to {number}\)\. To see where it comes from: `verl-rounding-align triage` on a rollout "
-        r"dump \(trainer\.rollout_data_dir\), `verl-rounding-align gap` on fixed weights",
+        rf"rounding_align: WARNING: step \d+: mismatch_k3 rising: x{number} per 100 steps "
+        rf"\(95 % interval {number} to {number}\); {re.escape(CHANCE)}\. To see where it comes from: `verl-rounding-align "
+        r"triage` on a rollout dump \(trainer\.rollout_data_dir\), `verl-rounding-align gap` on fixed weights",
         line,
     )
 
@@ -487,6 +491,7 @@ def test_the_dump_gains_each_sequences_own_log_probs():
         "trainer_log_probs": "old_log_probs",
         "rollout_log_probs": "rollout_log_probs",
         "response_mask": "response_mask",
+        "loss_mask": "response_mask",
         "response_ids": "responses",
         "advantages": "advantages",
     }
@@ -496,6 +501,40 @@ def test_the_dump_gains_each_sequences_own_log_probs():
         assert found[name] == [queue.rows[field][i].tolist() for i in (2, 0, 1, 3)]
     assert found["trainer_log_probs"] != [row.tolist() for row in queue.rows["old_log_probs"]]  # control: the order
     assert json.loads(json.dumps(found)) == found
+
+
+def test_the_dumps_mask_is_the_one_before_rejection_and_the_losss_stands_beside_it(capsys):
+    """verl's rollout correction overwrites the mask in its queue; the mismatch metrics have counted the tokens before."""
+    queue = Queue()
+    before = [queue.rows["response_mask"][i].tolist() for i in (2, 0, 1, 3)]
+    made = trainer(Group(), queue=queue, trainer={"rollout_data_dir": "d"})
+
+    def reject():
+        queue.rows["response_mask"] = [row * (i != 1) for i, row in enumerate(queue.rows["response_mask"])]
+
+    made._compute_advantage(BATCH, metrics={})
+    reject()
+    made._log_rollout_data(BATCH, {}, "d")
+    after = [queue.rows["response_mask"][i].tolist() for i in (2, 0, 1, 3)]
+    assert (made.dumped["response_mask"], made.dumped["loss_mask"]) == (before, after) and before != after
+    assert integration._Trainer.masks == {}
+    made._log_rollout_data(BATCH, {}, "d")  # control: a step whose mask was not kept
+    assert made.dumped["response_mask"] == made.dumped["loss_mask"] == after
+
+
+def test_no_mask_is_kept_where_nothing_is_dumped():
+    trainer(Group(), queue=SimpleNamespace())._compute_advantage(BATCH, metrics={})
+    assert integration._Trainer.masks == {}
+
+
+def test_a_mask_that_cannot_be_kept_is_said_and_harms_nothing(capsys):
+    made = trainer(Group(), queue=SimpleNamespace(), trainer={"rollout_data_dir": "d"})
+    for _ in range(2):
+        made._compute_advantage(BATCH, metrics={})
+    assert capsys.readouterr().out == (
+        "rounding_align: the dump's response_mask is the loss's, after rejection: AttributeError: 'types.SimpleNamespace' "
+        "object has no attribute 'kv_batch_get'\n"
+    )
 
 
 def test_a_dump_of_validation_is_left_alone():
@@ -518,7 +557,7 @@ def test_log_probs_that_are_not_finite_are_dumped_as_pythons_json_has_them():
             Queue(old_log_probs=[*Queue().rows["old_log_probs"][:3], torch.zeros(2)]),
             {},
             "ValueError: the fields of sequence b_1_0 differ in length: {'rollout_log_probs': 4, 'trainer_log_probs': 2, "
-            "'response_mask': 4, 'response_ids': 4, 'advantages': 4}",
+            "'loss_mask': 4, 'response_ids': 4, 'advantages': 4, 'response_mask': 4}",
         ),
         (SimpleNamespace(), {}, "AttributeError: 'types.SimpleNamespace' object has no attribute 'kv_batch_get'"),
         (

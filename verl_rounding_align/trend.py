@@ -13,8 +13,10 @@ are correlated and neighbouring blocks hardly). Where nothing changes from block
 So M_s(u) = e * e * ... over the blocks s..u is a martingale of mean 1 in the filtration of those ranks, and Ville's
 inequality gives P(M_s ever >= GROWTH) <= 1 / GROWTH. The alarm is at max over s of M_s(u) >= GROWTH, over the last
 ``BLOCKS`` starts. A union bound over the starts covers all looks together: in n steps without growth its probability is
-at most (n / BLOCK) / GROWTH, 0.5 % per 1,000 steps. (Their sum would detect a little sooner, but the M_s have different
-filtrations, so it is no submartingale.) Ties count as the lower rank, which only lowers e.
+at most (n / BLOCK) / GROWTH: 0.5 % per 1,000 steps, and it adds up, to 5 % in 10,000. (Their sum would detect a little
+sooner, but the M_s have different filtrations, so it is no submartingale.) Ties count as the lower rank, which only lowers
+e. This is the probability of an alarm where nothing grows, not the probability that a series that has alarmed grows; and it
+holds where blocks are exchangeable: noise that wanders over many blocks exceeds it (`wander` below).
 
 **Jump.** h_t = the second lowest of the last ``RECENT`` values (so all of them but one are at least that high);
 z = (h_t - median h) / (1.4826 * median |h - median h|), over the h of the ``REFERENCE`` steps before those (``LEAST`` at
@@ -50,6 +52,7 @@ import numpy as np
 BLOCK, BLOCKS = 20, 50  # steps in a block; starts that are looked back on: 1,000 steps
 BETS = (0.1, 0.3, 0.5, 0.7)
 GROWTH = 200 * 1000 / BLOCK  # 0.5 % in 1,000 steps, by Ville's inequality and a union bound
+CHANCE = "a false alarm has probability at most 0.5 % per 1,000 steps if blocks of 20 are exchangeable"
 RECENT, REFERENCE, LEAST = 6, 200, 60
 JUMP, RESUMED = 7.0, 4.0  # simulated: at most 0.5 % in 1,000 steps; at most 0.5 % at one look
 WINDOW, WINDOW_LEAST = 200, 30
@@ -130,8 +133,8 @@ class Detector:
 
     >>> detector = Detector()
     >>> readings = [detector.update(step, 1e-4 * 2 ** (step / 20)) for step in range(1, 201)]
-    >>> [reading.warning for reading in readings if reading.warning]
-    ['rising with probability above 0.99: x32.00 per 100 steps (95 % interval 32.00 to 32.00)']
+    >>> [reading.warning.split("; ")[0] for reading in readings if reading.warning]
+    ['rising: x32.00 per 100 steps (95 % interval 32.00 to 32.00)']
     """
 
     def __init__(self):
@@ -162,9 +165,7 @@ class Detector:
             trend = tuple(math.expm1(min(100 * b, 700)) for b in found)
         if warning == "rising":
             one, low, high = (1 + value for value in trend)
-            warning = (
-                f"rising with probability above 0.99: x{one:.2f} per 100 steps (95 % interval {low:.2f} to {high:.2f})"
-            )
+            warning = f"rising: x{one:.2f} per 100 steps (95 % interval {low:.2f} to {high:.2f}); {CHANCE}"
         return Reading(*trend, int(self.alarm is not None), warning)
 
     def _look(self) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parent))
 import make_inputs as inputs
@@ -54,17 +54,22 @@ def pairs_of(store: Store, run: str, trainer: np.ndarray) -> Pairs:
     return Pairs.of(store[f"{run}/rollout"][:end], trainer[:end], offsets[: n + 1], ids=ids, prompts=prompts)
 
 
+LAYOUTS = {"batched": "", "single": ", one sequence at a time", "padded": ", padded", "packed": ", packed"}
+
+
 def of_gap(folder: Path) -> Iterator[Case]:
-    """Yield the clean runs that ``verl-rounding-align gap`` left: each engine mode, each alignment."""
+    """Yield the clean runs that ``verl-rounding-align gap`` left: each engine mode, each alignment, each layout."""
     for mode in ("compiled", "eager"):
         if not (folder / mode / "rollouts.safetensors").exists():
             continue
         rollouts = Rollouts.load(folder / mode)
         for file in sorted((folder / mode).glob("trainer.*.safetensors")):
-            name = file.name.removeprefix("trainer.").removesuffix(".safetensors").split(".")
-            arm = name[0] + (", one sequence at a time" if name[2] == "1" else "")
-            pairs = rollouts.pairs(load_file(file)["log_probs"])
-            yield Case(tool.ROUNDING, f"{mode}, {arm}", pairs)
+            with safe_open(file, "np") as kept:
+                how, scores = kept.metadata(), kept.get_tensor("log_probs")
+            # trainer.<points>.<preset>.<layout>.safetensors
+            arm, layout = how["points"] or "none", file.name.split(".")[-2]
+            arm += f" as {how['preset']}" if how["points"] else ""
+            yield Case(tool.ROUNDING, f"{mode}, {arm}{LAYOUTS[layout]}", rollouts.pairs(scores))
 
 
 def cases(store: Store) -> Iterator[Case]:

@@ -634,6 +634,7 @@ class _Trainer:
     detector = None  # trend.Detector of this run's mismatch_k3
     history: str | None = None  # file that keeps its state for a resume
     columns: dict | None = None  # while verl dumps rollouts: key of a sequence -> what joins its line
+    masks: dict = {}  # where verl dumps rollouts: key of a sequence -> its mask before rollout correction rejects tokens
 
 
 def sites(trainer) -> dict[str, int]:
@@ -805,6 +806,16 @@ def _on_trainer(module) -> None:
 
         return _compute_metrics
 
+    def make_advantage(original):
+        parameters = inspect.signature(original)
+
+        def _compute_advantage(self, *args, **kwargs):
+            if _Trainer.metrics and self.config.trainer.get("rollout_data_dir"):
+                _keep_masks(module, parameters.bind(self, *args, **kwargs).arguments["batch"])
+            return original(self, *args, **kwargs)
+
+        return _compute_advantage
+
     def make_log(original):
         parameters = inspect.signature(original)
 
@@ -814,7 +825,7 @@ def _on_trainer(module) -> None:
             try:
                 return original(self, *args, **kwargs)
             finally:
-                _Trainer.columns = None
+                _Trainer.columns, _Trainer.masks = None, {}
 
         return _log_rollout_data
 
@@ -832,6 +843,7 @@ def _on_trainer(module) -> None:
     _wrap(trainer_cls, "_setup", make_setup)
     _wrap(trainer_cls, "fit", make_fit)
     _wrap(trainer_cls, "_compute_metrics", make_metrics)
+    _wrap(trainer_cls, "_compute_advantage", make_advantage)
     _wrap(trainer_cls, "_log_rollout_data", make_log)
     _wrap(trainer_cls, "_dump_generations", make_dump)
 
@@ -883,8 +895,8 @@ def _phantom_metrics(module, config, batch) -> dict[str, float]:
     """Return phantom clipping of a step's batch; it reports a failure as missing and never raises.
 
     Everything is read here, after the update and before verl empties its queue (the advantages do not exist yet where
-    verl compares log-probs): one transfer of four fields. The mask is the loss's: without what verl's rollout correction
-    has rejected.
+    verl compares log-probs): one transfer of four fields. The mask is the loss's, since clipping acts on its tokens: without
+    what verl's rollout correction has rejected, which the mismatch metrics count.
     """
     from ..metrics import Phantom, phantom
 
@@ -961,12 +973,27 @@ def _write_json(file: str, value) -> None:
     os.replace(f.name, file)
 
 
+def _keep_masks(module, batch) -> None:
+    """Remember the response masks as verl compares log-probs, before its rollout correction rejects tokens; never raises.
+
+    One transfer of one field, in runs that dump rollouts only: rejection overwrites it in verl's queue.
+    """
+    try:
+        data = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+        _Trainer.masks |= {
+            key: row.tolist() for key, row in zip(batch.keys, data["response_mask"].unbind(), strict=True)
+        }
+    except Exception as error:
+        _say(f"the dump's response_mask is the loss's, after rejection: {_brief(error)}")
+
+
 def _dump_columns(module, config, batch) -> dict | None:
     """Return key of a sequence -> {column: value} for verl's rollout dump; None, and why said once, where that fails.
 
     The dump's schema, per line: `rollout_log_probs`, `trainer_log_probs` (floats, one a response token; the trainer's
-    before the update), `response_mask` (0 or 1; the loss's), `response_ids`, `prompt_length` (tokens), `advantages`. A
-    value that is not finite is written as Python's json writes it (NaN, Infinity).
+    before the update), `response_mask` (0 or 1; of the tokens that the mismatch metrics count), `loss_mask` (the loss's:
+    without what verl's rollout correction has rejected), `response_ids`, `prompt_length` (tokens), `advantages`. A value that
+    is not finite is written as Python's json writes it (NaN, Infinity).
     """
     try:
         reason = _metrics_obstacle(config)
@@ -975,19 +1002,21 @@ def _dump_columns(module, config, batch) -> dict | None:
         names = {
             "rollout_log_probs": "rollout_log_probs",
             "old_log_probs": "trainer_log_probs",
-            "response_mask": "response_mask",
+            "response_mask": "loss_mask",
             "responses": "response_ids",
             "advantages": "advantages",
         }
         fields = [*names, "prompts"]
         data = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         rows = {name: [row.tolist() for row in data[field].unbind()] for field, name in names.items()}
-        rows["response_mask"] = [[int(flag) for flag in row] for row in rows["response_mask"]]
+        kept = [_Trainer.masks.get(key, own) for key, own in zip(batch.keys, rows["loss_mask"], strict=True)]
+        for name, masks in (("response_mask", kept), ("loss_mask", rows["loss_mask"])):
+            rows[name] = [[int(flag) for flag in row] for row in masks]
         rows["prompt_length"] = [len(row) for row in data["prompts"].unbind()]
         columns = {}
         for i, key in enumerate(batch.keys):
             columns[key] = {name: values[i] for name, values in rows.items()}
-            lengths = {name: len(columns[key][name]) for name in names.values()}
+            lengths = {name: len(values) for name, values in columns[key].items() if name != "prompt_length"}
             if len(set(lengths.values())) != 1:
                 raise ValueError(f"the fields of sequence {key} differ in length: {lengths}")
         return columns

@@ -33,7 +33,7 @@ def run_triage(
         raise ValueError("nothing to look at: give a DUMP, --config, or --model with --trainer-model")
     if trainer_model and not model:
         raise ValueError(f"trainer-model={trainer_model!r}: give the engine's checkpoint as --model too")
-    known, sample, found = facts.Facts(), None, []
+    known, sample, found, compared = facts.Facts(), None, [], ""
     if dump is not None:
         gap = read_gap(dump) if dump.is_dir() else None
         if gap:
@@ -45,8 +45,10 @@ def run_triage(
     if model:
         known |= facts.of_model(model)
     if trainer_model:
+        trainer, engine = weights.digest_hf(trainer_model), weights.digest_hf(model)
+        compared = f"{weights.coverage(trainer, engine)}, equal in every bit"
         found = [
-            triage.compare_weights(weights.digest_hf(trainer_model), weights.digest_hf(model)),
+            triage.compare_weights(trainer, engine),
             triage.compare_rope(rope.of_config(trainer_model), rope.of_config(model)),
         ]
-    return triage.triage(sample, known, [f for f in found if f])
+    return triage.triage(sample, known, [f for f in found if f], compared)

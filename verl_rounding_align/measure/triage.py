@@ -17,7 +17,7 @@ for the smallest size of each fault that is detected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -56,6 +56,16 @@ class Sample:
     def __init__(self, pairs: Pairs):
         self.whole, self.pairs = pairs, pairs.valid()
         self.rollout, self.trainer, self.offsets = self.pairs.rollout, self.pairs.trainer, self.pairs.offsets
+        lengths, place = np.diff(self.offsets), self.pairs.positions
+        # distance to the first and to the last token of the response that counts; (tokens,), kept by `without`
+        self.from_start = place - np.repeat(place[self.offsets[:-1]], lengths)
+        self.from_end = np.repeat(place[self.offsets[1:] - 1], lengths) - place
+
+    def without(self, tokens: np.ndarray) -> Sample:
+        """Return the sample less some tokens, (tokens,) bool; the others keep their places."""
+        rest = Sample(replace(self.pairs, mask=self.pairs.mask & ~tokens))
+        rest.from_start, rest.from_end = self.from_start[~tokens], self.from_end[~tokens]
+        return rest
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -139,22 +149,28 @@ def missing(sample: Sample | None, facts: Facts) -> Sign | None:
 def shift(sample: Sample | None, facts: Facts) -> Sign | None:
     """One side's log-probs moved along the sequence.
 
-    For each sequence of 8 tokens or more, mean |rollout[t] - trainer[t + k]|, k from -2 to 2. Unshifted it is about 0.04 at
-    k = 0 and, as neighbouring tokens have nothing to do with each other, about 3 elsewhere; threshold: less than half of
-    k = 0's at another k. Two sequences, or one twentieth of a few.
+    For each sequence of 8 tokens or more, mean |rollout[t] - trainer[t + k]|, k from -2 to 2, over at least 6 pairs of tokens
+    that are k apart in the response (masked ones are not skipped over). Unshifted it is about 0.04 at k = 0 and, as
+    neighbouring tokens have nothing to do with each other, about 3 elsewhere; threshold: less than half of k = 0's at another
+    k. One sequence, or 2 % of more than 50.
     """
     if sample is None or not len(sample):
         return None
     lengths = np.diff(sample.offsets)
     here = per_sequence(np.abs(sample.d), sample.offsets) / lengths
     best, at = here.copy(), np.zeros(len(here), dtype=int)
-    position, end = sample.pairs.positions, np.repeat(lengths, lengths)
+    position, last = sample.pairs.positions, len(sample) - 1
     for k in (-2, -1, 1, 2):
-        inside = (position + k >= 0) & (position + k < end)
-        other = sample.trainer[np.clip(np.arange(len(sample)) + k, 0, len(sample) - 1)]
+        # tokens are in order, so one that is k further in the response lies at most |k| places further here
+        other, inside = np.zeros(len(sample)), np.zeros(len(sample), dtype=bool)
+        for step in range(int(np.sign(k)), k + int(np.sign(k)), int(np.sign(k))):
+            there = np.clip(np.arange(len(sample)) + step, 0, last)
+            found = (sample.sequence[there] == sample.sequence) & (position[there] - position == k)
+            other, inside = np.where(found, sample.trainer[there], other), inside | found
+        pairs = per_sequence(inside, sample.offsets)
         size = per_sequence(np.where(inside, np.abs(sample.rollout - other), 0.0), sample.offsets)
-        size /= np.maximum(per_sequence(inside, sample.offsets), 1)
-        better = (size < best) & (lengths >= 8)
+        size /= np.maximum(pairs, 1)
+        better = (size < best) & (lengths >= 8) & (pairs >= 6)
         best, at = np.where(better, size, best), np.where(better, k, at)
     moved = (at != 0) & (best < 0.5 * here)
     if moved.sum() < max(1, 0.02 * len(moved)):
@@ -320,18 +336,18 @@ def _raw(sample: Sample, facts: Facts) -> bool:
 def raw(sample: Sample | None, facts: Facts) -> Sign | None:
     """Raw log-probs (before temperature, top-p, top-k) where the trainer's are of the processed distribution.
 
-    Settings: raw log-probs at a temperature other than 1 that the trainer divides by. Log-probs: the rollout is flatter
-    than the trainer (see ``temperature``), and mean d < 0: tokens come from the trainer's side's distribution, as KL >= 0
-    makes mean d > 0 for tokens that come from what the rollout's log-probs say (a temperature above 1, processed).
+    Settings: raw log-probs at a temperature other than 1 that the trainer divides by; where it does not, both sides' log-probs
+    are of one distribution (see ``sampled_elsewhere``). Log-probs: the rollout is flatter than the trainer (see
+    ``temperature``), and mean d < 0: tokens come from the trainer's side's distribution, as KL >= 0 makes mean d > 0 for
+    tokens that come from what the rollout's log-probs say (a temperature above 1, processed).
     """
     set_so = (
         facts.logprobs_mode == "raw_logprobs"
         and None not in (facts.temperature, facts.trainer_temperature)
         and facts.temperature != 1
+        and facts.trainer_temperature != 1
     )
     says = f"logprobs_mode=raw_logprobs at temperature {facts.temperature:g}" if set_so else ""
-    if set_so and facts.trainer_temperature == 1:
-        return Sign(CERTAIN, f"{says}: tokens are not sampled from the distribution that both sides' log-probs are of")
     if sample is not None and len(sample) >= FEWEST:
         high, _, tilt, n = _signs(sample)
         if n and high > 0.75 and tilt < -TILT and _raw(sample, facts):
@@ -355,11 +371,7 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
     (2) d < 0 (noise alone) at less than a quarter of all tokens, likely or not, log-probs correlated beyond 0.9 and d not
     growing with log p: not a temperature, and not other weights (there d < 0 stays above a third until log-probs fall apart).
     """
-    truncates = [
-        f"top_p={facts.top_p:g}" if facts.top_p not in (None, 1.0) and facts.top_p < 1 else "",
-        f"top_k={facts.top_k}" if facts.top_k not in (None, 0, -1) else "",
-    ]
-    says = " and ".join(filter(None, truncates))
+    says = "" if facts.logprobs_mode == "raw_logprobs" else _truncation(facts)  # raw ones are of all tokens
     if sample is not None and len(sample) >= FEWEST:
         high, low, tilt, n = _signs(sample)
         exact = _one_kept(sample)
@@ -386,6 +398,32 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
     )
 
 
+def _truncation(facts: Facts) -> str:
+    says = [
+        f"top_p={facts.top_p:g}" if facts.top_p not in (None, 1.0) and facts.top_p < 1 else "",
+        f"top_k={facts.top_k}" if facts.top_k not in (None, 0, -1) else "",
+    ]
+    return " and ".join(filter(None, says))
+
+
+def sampled_elsewhere(sample: Sample | None, facts: Facts) -> Sign | None:
+    """A note: both sides' log-probs are of one distribution, tokens are sampled from another.
+
+    By settings: raw log-probs, the trainer divides by 1, and sampling is heated or truncated. No cause of a mismatch, but a
+    policy gradient on such tokens is biased.
+    """
+    if facts.logprobs_mode != "raw_logprobs" or facts.trainer_temperature != 1:
+        return None
+    says = [f"temperature={facts.temperature:g}" if facts.temperature not in (None, 1) else "", _truncation(facts)]
+    says = " and ".join(filter(None, says))
+    if not says:
+        return None
+    return Sign(
+        POSSIBLE,
+        f"tokens are sampled with {says}; both sides' log-probs are raw, of all tokens at temperature 1: no part of the mismatch",
+    )
+
+
 def edges(sample: Sample | None, facts: Facts) -> Sign | None:
     """Only the first or the last token of responses is off: the mask is one token out, or that token has another context.
 
@@ -395,17 +433,14 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
     """
     if sample is None or not len(sample):
         return None
-    for name, first in (("first", True), ("last", False)):
-        at = sample.offsets[:-1] if first else sample.offsets[1:] - 1
-        edge = np.zeros(len(sample), dtype=bool)
-        edge[at] = True
+    for name, position in (("first", sample.from_start), ("last", sample.from_end)):
+        edge = position == 0
         inner, edge = sample.clear & ~edge, sample.clear & edge
         if inner.sum() < FEWEST or edge.sum() < 3 or not sample.level:
             continue
         size = np.abs(sample.u)
         beyond, n = int((size[edge] > np.quantile(size[inner], 0.99)).sum()), int(edge.sum())
         ratio = float(np.median(size[edge]) / np.median(size[inner]))
-        position = sample.pairs.positions if first else _from_the_end(sample)
         beside = sample.clear & (position >= 1) & (position <= 4)
         if not beside.any() or np.median(size[edge]) < 4 * np.median(size[beside]):
             continue
@@ -416,11 +451,6 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
                 edge,
             )
     return None
-
-
-def _from_the_end(sample: Sample) -> np.ndarray:
-    """Return each token's position from the end of its response, from 0; (tokens,)."""
-    return np.repeat(sample.offsets[1:], np.diff(sample.offsets)) - 1 - np.arange(len(sample))
 
 
 TILT = 0.3
@@ -509,7 +539,8 @@ def length(sample: Sample | None, facts: Facts) -> Sign | None:
     where, n = sample.sequence[sample.clear], len(sample.pairs)
     count = np.bincount(where, minlength=n)
     mean = np.bincount(where, weights=_log_size(sample), minlength=n) / np.maximum(count, 1)
-    lengths = np.diff(sample.offsets) + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
+    lengths = sample.pairs.positions[sample.offsets[1:] - 1] + 1
+    lengths = lengths + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
     best = None
     for limit in np.unique(lengths)[:-1]:
         groups = [(lengths > limit) & (count >= 8), (lengths <= limit) & (count >= 8)]
@@ -656,12 +687,16 @@ def backend(sample: Sample | None, facts: Facts) -> Sign | None:
 
 @dataclass(frozen=True)
 class Cause:
-    """One row: what it is called, how it is seen, what to do about it, and which later causes it explains away."""
+    """One row: what it is called, how it is seen, what to do about it, and which later causes it explains away.
+
+    A note causes no mismatch and comes after what does, ``rounding-sized`` included.
+    """
 
     name: str
     detect: Callable[[Sample | None, Facts], Sign | None]
     next_step: str
     explains: tuple[str, ...] = ()
+    note: bool = False
 
 
 OTHER = "weights-rope-or-context"
@@ -769,6 +804,13 @@ CAUSES = (
         backend,
         "use actor.strategy=fsdp or fsdp2, or look for the cause in that backend's own kernels",
     ),
+    Cause(
+        "sampled-elsewhere",
+        sampled_elsewhere,
+        "nothing, to measure rounding; in training set rollout.logprobs_mode=processed_logprobs and divide the trainer's logits "
+        "by the same temperature",
+        note=True,
+    ),
 )
 NAMES = tuple(dict.fromkeys(cause.name for cause in CAUSES))
 
@@ -778,58 +820,52 @@ def _interval(value: tuple[float, float, float]) -> str:
     return number if np.isnan(value[1]) else f"{number} [{value[1]:.2g}, {value[2]:.2g}]"
 
 
-def _without(sample: Sample, tokens: np.ndarray) -> Sample:
-    pairs = sample.pairs
-    kept = Pairs(
-        pairs.rollout,
-        pairs.trainer,
-        pairs.offsets,
-        pairs.mask & ~tokens,
-        pairs.ids,
-        pairs.prompts,
-        pairs.advantages,
-        pairs.steps,
-    )
-    return Sample(kept)
-
-
-def triage(pairs: Pairs | None, facts: Facts = Facts(), found: Sequence[Finding] = ()) -> list[Finding]:  # noqa: B008
-    """Return the causes that show, the first the one to look at first; ``rounding-sized`` alone where none does.
+def triage(
+    pairs: Pairs | None,
+    facts: Facts = Facts(),  # noqa: B008
+    found: Sequence[Finding] = (),
+    compared: str = "",
+) -> list[Finding]:
+    """Return the causes that show, the first the one to look at first; ``rounding-sized`` where none does; then notes.
 
     Args:
         pairs: None to look at the settings alone.
         facts: what is known beside.
-        found: what comparisons of weights or RoPE have found; they explain a mismatch's shape and size away.
+        found: what comparisons of weights or RoPE have found; a difference explains a mismatch's shape and size away.
+        compared: what was compared and is equal, for the evidence of ``rounding-sized``.
     """
-    sample, out = None if pairs is None else Sample(pairs), list(found)
-    explained = set(SHAPES) if found else set()
+    sample = None if pairs is None else Sample(pairs)
+    out = [finding for finding in found if finding.cause != NOT_COMPARED]
+    notes = [finding for finding in found if finding.cause == NOT_COMPARED]
+    explained = set(SHAPES) if out else set()
     for cause in CAUSES:
         if cause.name in explained:
             continue
         sign = cause.detect(sample, facts)
         if sign is None:
             continue
-        out.append(Finding(cause.name, sign.confidence, sign.evidence, cause.next_step))
+        (notes if cause.note else out).append(Finding(cause.name, sign.confidence, sign.evidence, cause.next_step))
         explained |= set(cause.explains)
         if isinstance(sign, Explained):
-            sample = _without(sample, sign.tokens)
+            sample = sample.without(sign.tokens)
             if len(sample) < FEWEST:  # what is left shows nothing: only settings are looked at from here
                 sample, explained = None, explained | {"sequence-level-ratio"}
-    if out:
-        return out
+    return [*(out or [_rounding_sized(sample, compared)]), *notes]
+
+
+def _rounding_sized(sample: Sample | None, compared: str) -> Finding:
+    more = f"; {compared}" if compared else ""
     if sample is None:
-        return [Finding(ROUNDING, POSSIBLE, "no setting explains a mismatch; no log-probs were given", NEXT)]
+        return Finding(ROUNDING, POSSIBLE, f"no setting explains a mismatch; no log-probs were given{more}", NEXT)
     low = len(sample) < 2000
-    return [
-        Finding(
-            ROUNDING,
-            POSSIBLE if low else LIKELY,
-            f"k3 = {_interval(sample.k3)} nats per token over {len(sample):,} tokens in {len(sample.pairs)} sequences; spread "
-            f"of d / (1 - p) {sample.level:.2g} at every p, position and length"
-            + ("; 2,000 tokens are needed to see the other causes" if low else ""),
-            NEXT,
-        )
-    ]
+    return Finding(
+        ROUNDING,
+        POSSIBLE if low else LIKELY,
+        f"k3 = {_interval(sample.k3)} nats per token over {len(sample):,} tokens in {len(sample.pairs)} sequences; spread "
+        f"of d / (1 - p) {sample.level:.2g} at every p, position and length{more}"
+        + ("; 2,000 tokens are needed to see the other causes" if low else ""),
+        NEXT,
+    )
 
 
 NEXT = "align rounding (`rounding_align=auto`); weights that differ by as little as rounding show in digests alone"
@@ -843,25 +879,37 @@ def triage_rollouts(pairs: Pairs, meta, facts: Facts = Facts()) -> list[Finding]
 
 
 def compare_weights(trainer, engine) -> Finding | None:
-    """Return what comparing two digests found, None if every tensor that both sides name is equal in every bit.
+    """Return what comparing two digests found: tensors that differ, or that only one side has (a tied head aside).
+
+    None only if all tensors of both sides were compared and are equal in every bit.
 
     Args:
         trainer, engine: name -> :class:`.weights.Digest`.
     """
     from . import weights as digests
 
-    differ = digests.compare(trainer, engine)
+    differ, covered = digests.compare(trainer, engine), digests.coverage(trainer, engine)
     if not differ:
-        return None
-    both = sum(name in engine for name in trainer)
+        if covered.whole:
+            return None
+        return Finding(
+            NOT_COMPARED,
+            POSSIBLE,
+            f"{covered}; those are equal in every bit, the others may differ",
+            "compare two checkpoints (`triage --model A --trainer-model B`), or start vLLM on a CPU with VERL_PLATFORM=cpu, "
+            "which keeps the unpacked weights of its linear layers",
+        )
     worst = ", ".join(f"{x.name} by {x.relative:.2g}" for x in differ[:3])
     return Finding(
         "weights",
         CERTAIN,
-        f"{len(differ)} of {both} tensors differ; relative to their size {worst}",
+        f"{covered}; {len(differ)} of them differ, relative to their size {worst}",
         "look at how weights reach the engine: the checkpoint it loaded, the last weight synchronisation, a resume; casts from "
         "fp32 masters must round to nearest once",
     )
+
+
+NOT_COMPARED = "weights-not-compared"
 
 
 def compare_rope(trainer, engine) -> Finding | None:
@@ -880,7 +928,8 @@ def compare_rope(trainer, engine) -> Finding | None:
 
 
 def compare_engine(model, answer: Mapping, rank: int = 0, size: int = 1) -> list[Finding]:
-    """Return what comparing a trainer with a running vLLM found: weights in every bit, RoPE before it is rounded.
+    """Return what comparing a trainer with a running vLLM found: weights that the worker holds in every bit, RoPE before it
+    is rounded. Tensors that only one side has are a finding; an empty list says that all are equal.
 
     Args:
         model: Transformers model, or a checkpoint's folder.

@@ -2,8 +2,9 @@
 
 Both sides' tensors go through one small transformation: vLLM's fused ones (``qkv_proj``, ``gate_up_proj``, ``w13_weight``)
 are cut into Hugging Face's parts by rows, padding of the vocabulary is cut off, values are cast to the engine's dtype. Then
-each tensor is hashed (SHA-256: equal bits or not) and sketched: signs s_i of a fixed seed, S_b = sum of s_i w_i over
-i mod 64 = b. The sketch is linear and E |S(a) - S(b)|^2 = |a - b|^2, so two digests tell by how much tensors differ.
+each tensor is hashed (SHA-256: equal bits or not) and sketched: independent signs s_i, of the same seeds on both sides,
+S_b = sum of s_i w_i over i mod 64 = b. The sketch is linear and E |S(a) - S(b)|^2 = |a - b|^2, so two digests tell by how
+much tensors differ.
 
 Families: those whose layers are named as Llama's (llama, mistral, qwen2, qwen3), and qwen3_moe's fused experts.
 """
@@ -19,9 +20,10 @@ from pathlib import Path
 import torch
 
 BUCKETS = 64
-BLOCK = 1 << 20  # weights whose signs are drawn once; later blocks use them again
+BLOCK = 1 << 20  # weights at a time; each block's signs have the block's number as seed
 VOCAB = 64  # vLLM pads the vocabulary to a multiple of it
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 # dimension that tensor parallelism splits; other tensors are whole on every rank
 SPLIT = {
@@ -51,17 +53,18 @@ class Difference:
 def digest(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> Digest:
     """Return the digest of one tensor, cast to ``dtype`` first; any device, any shape.
 
-    >>> digest(torch.ones(2, 3)).norm ** 2
-    6.000000000000001
+    >>> round(digest(torch.ones(2, 3)).norm ** 2, 9)
+    6.0
     """
     weight = weight.detach().to(dtype).contiguous().cpu()
     flat = weight.flatten()
-    signs = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), dtype=torch.int8).double() * 2 - 1
     sketch, square = torch.zeros(BUCKETS, dtype=torch.float64), 0.0
     for start in range(0, len(flat), BLOCK):
         block = flat[start : start + BLOCK].double()
         square += float(block.square().sum())
-        signed = torch.nn.functional.pad(block * signs[: len(block)], (0, -len(block) % BUCKETS))
+        draw = torch.Generator().manual_seed(start // BLOCK)
+        signs = torch.randint(0, 2, (len(block),), generator=draw, dtype=torch.int8).double() * 2 - 1
+        signed = torch.nn.functional.pad(block * signs, (0, -len(block) % BUCKETS))
         sketch += signed.view(-1, BUCKETS).sum(0)
     sha = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
     return Digest(tuple(weight.shape), sha, square**0.5, tuple(sketch.tolist()))
@@ -130,7 +133,7 @@ def digest_vllm(model) -> dict[str, Digest]:
     """Return name -> digest of what one worker of vLLM holds, under Hugging Face's names.
 
     Tensors without elements are left out: vLLM's CPU kernels throw the unpacked weights of linear layers away, except in a
-    verl run on a CPU (``VERL_PLATFORM=cpu``), where this package keeps them.
+    verl run on a CPU (``VERL_PLATFORM=cpu``), where this package keeps them. :func:`coverage` says what that leaves.
 
     Args:
         model: vLLM's model; ``worker.model_runner.get_model()``.
@@ -155,8 +158,50 @@ def digest_vllm(model) -> dict[str, Digest]:
     return found
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """Names that both sides have, and those that only one has."""
+
+    both: tuple[str, ...]
+    trainer: tuple[str, ...]
+    engine: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether no tensor was left out."""
+        return not self.trainer and not self.engine
+
+    def __str__(self) -> str:
+        n = len(self.both)
+        says = [f"{n} of {n + len(self.trainer) + len(self.engine)} tensors compared"]
+        for side, names in (("trainer", self.trainer), ("engine", self.engine)):
+            if names:
+                rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
+                says.append(f"only the {side} has {', '.join(names[:2])}{rest}")
+        return "; ".join(says)
+
+
+def coverage(trainer: Mapping[str, Digest], engine: Mapping[str, Digest]) -> Coverage:
+    """Return which tensors two digests let one compare.
+
+    Left out of the count: a head that is tied (equal to the embedding on the side that has it, and the embedding on both),
+    and RoPE's frequencies, which old checkpoints hold (:mod:`.rope` compares them).
+    """
+
+    def only(side, other):
+        def tied(name):
+            head = name == HEAD and EMBEDDING in side and EMBEDDING in other
+            return head and side[HEAD].sha256 == side[EMBEDDING].sha256
+
+        return tuple(n for n in side if n not in other and not tied(n) and not n.endswith("rotary_emb.inv_freq"))
+
+    return Coverage(tuple(n for n in trainer if n in engine), only(trainer, engine), only(engine, trainer))
+
+
 def compare(trainer: Mapping[str, Digest], engine: Mapping[str, Digest]) -> list[Difference]:
     """Return the tensors that differ, largest difference first; none if all that both sides name are equal in every bit.
+
+    What only one side names is not looked at: ask :func:`coverage`.
 
     Raises:
         ValueError: no name in common.
