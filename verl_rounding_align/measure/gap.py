@@ -39,7 +39,7 @@ FLOORS = {
 # engine variants: folder -> (what it is, options of rollout.make)
 VARIANTS = {
     "scheduling": ("engine against itself, 8 sequences at a time", {"sequences_at_once": 8}),
-    "prefix_cache": ("engine against itself, prompts from a prefix cache", {"prefix_cache": True, "block_size": 16}),
+    "prefix_cache": ("engine against itself, prompts from a prefix cache", {"prefix_cache": True, "block_size": 32}),
 }
 PREFILL_ROW = "engine against itself, prefill against decoding"
 
@@ -216,8 +216,9 @@ def _engine_floors(folder: Path, rollouts: Rollouts, unaligned: np.ndarray) -> l
         rows.append(gap_row(PREFILL_ROW, NONE, rollouts.log_probs.double().numpy() - other, unaligned, offsets, FLOOR))
     for name, (title, _) in VARIANTS.items():
         if (folder / name / "rollouts.safetensors").exists():
-            d, its_offsets, at = common(rollouts, Rollouts.load(folder / name))
-            if len(d):
+            again = Rollouts.load(folder / name)
+            d, its_offsets, at = common(rollouts, again)
+            if len(d) and again.meta.get("cached_prompt_tokens") != 0:  # 0: prompts shorter than a block of the cache
                 rows.append(gap_row(title, NONE, d, unaligned[at], its_offsets, FLOOR))
     return rows
 

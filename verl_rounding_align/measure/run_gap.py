@@ -102,8 +102,10 @@ def run_gap(
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
                 task = progress.add_task(title, total=None)
                 few = lines[:NOISE_PROMPTS]
-                rollout.make(folder / variant, model, few, 1, eager, **options, **how)
+                varied = rollout.make(folder / variant, model, few, 1, eager, **options, **how)
                 progress.update(task, total=1, completed=1)
+                if varied.meta.get("cached_prompt_tokens") == 0:
+                    progress.print(f"no row for {title}: the prompts are shorter than one of its blocks")
         if made.meta["device"] != device:
             raise ValueError(
                 f"device={device!r}: vLLM ran on {made.meta['device']}; the preset would be another engine's"

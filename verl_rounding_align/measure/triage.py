@@ -28,6 +28,7 @@ from .pairs import Pairs
 from .stats import intervals, per_sequence
 
 ROUNDING = "rounding-sized"
+NOTE = "sampled-elsewhere"  # of the sampling, not of the mismatch
 CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
 FEWEST = 200  # tokens below which only identities are tested, no statistics
 
@@ -805,7 +806,7 @@ CAUSES = (
         "use actor.strategy=fsdp or fsdp2, or look for the cause in that backend's own kernels",
     ),
     Cause(
-        "sampled-elsewhere",
+        NOTE,
         sampled_elsewhere,
         "nothing, to measure rounding; in training set rollout.logprobs_mode=processed_logprobs and divide the trainer's logits "
         "by the same temperature",
