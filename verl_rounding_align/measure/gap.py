@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from .. import report
 from ..patch import align
 from ..plan import find_preset
-from ..presets import Preset
+from ..presets import TRAINER, Preset, get
 from .arms import NONE, live, plan, points
 from .rollout import PREFILL, NextTokens, Rollouts, save
 from .score import score
@@ -34,7 +34,7 @@ from .tally import FLOOR, GapRow, Tally, gap_row, k3_terms, tally_row
 FLOORS = {
     "single": "trainer against itself, one sequence at a time",
     "padded": "trainer against itself, padded on both sides",
-    "packed": "trainer against itself, packed",
+    "packed": "trainer against itself, packed (attention with a block mask)",
 }
 # engine variants: folder -> (what it is, options of rollout.make)
 VARIANTS = {
@@ -151,9 +151,9 @@ class Trainer:
         wanted = plan(arm, preset)
         how = dict(points="+".join(sorted(chosen)), preset=preset.name if chosen else NONE)
         how["live"] = "+".join(sorted(live(preset))) if chosen else ""
-        how["depends"] = json.dumps(
-            {**self._depends, "roundings": {k: str(r) for k, r in wanted.roundings} if chosen else {}}, sort_keys=True
-        )
+        before = get(TRAINER).points
+        moved = {kind: str(r) for kind, r in wanted.roundings if r.points != before[kind]}
+        how["depends"] = json.dumps({**self._depends, "roundings": moved}, sort_keys=True)
         kept = _kept(file, how)
         if not kept or (whole is not None and len(kept.get("kl", ())) != len(whole.at)):
             if self._loaded is None:
