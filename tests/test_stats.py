@@ -125,5 +125,6 @@ def test_stored_scale_is_within_twenty_seconds_and_memory_does_not_grow_with_tok
     for suffix in (".jsonl", ".parquet"):
         by_size = {r["tokens"]: r for r in rows if r["format"] == suffix}
         assert by_size[1_000_000]["seconds"] < 20
-        grown = by_size[max(by_size)]["peak_mib"] - by_size[1_000_000]["peak_mib"]
-        assert max(by_size) >= 4_000_000 and grown < 0.5 * by_size[max(by_size)]["dump_mib"]
+        # from 4 to 16 million tokens; two fp64 log-probs each would take 183 MiB more. Below, the bootstrap's own arrays grow
+        # with sequences up to 4,096 of them
+        assert by_size[16_000_000]["peak_mib"] - by_size[4_000_000]["peak_mib"] < 20

@@ -67,9 +67,9 @@ def covered(population: np.ndarray, sequences: int, sets: int, name: str) -> dic
         for q, value, (x, n), (_, low, high) in zip(
             QUANTITIES, true, ratios(sums), intervals(ratios(sums), draws=1000, seed=i), strict=True
         ):
-            found[q][0] += low <= value <= high
+            found[q][0] += bool(low <= value <= high)
             a, b = np.quantile((weights @ x) / (weights @ n), [0.025, 0.975])
-            found[q][1] += a <= value <= b
+            found[q][1] += bool(a <= value <= b)
     return found
 
 

@@ -1,6 +1,6 @@
 """What `verl-rounding-align gap score` takes for dumps of growing size: seconds and peak memory of the whole command.
 
-python recipes/calibration/scale.py [--tokens 100000 1000000 4000000]
+python recipes/calibration/scale.py [--tokens 1000000 4000000 16000000]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parts(tokens: int, seed: int = 0):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[100_000, 1_000_000, 4_000_000])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000])
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = []

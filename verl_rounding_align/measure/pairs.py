@@ -152,9 +152,11 @@ def _rows(file: Path, progress: Callable[[float], None]) -> Iterator[dict]:
             raise ValueError(
                 f"{file}: reading Parquet needs pyarrow (pip install pyarrow); or use JSON lines"
             ) from error
-        with parquet.ParquetFile(file) as table:
+        with parquet.ParquetFile(
+            file, pre_buffer=False
+        ) as table:  # a buffer would hold what has been read: 20 B a token
             done, rows = 0, max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=256):
+            for batch in table.iter_batches(batch_size=256, use_threads=False):
                 yield from batch.to_pylist()
                 done += batch.num_rows
                 progress(done / rows)
