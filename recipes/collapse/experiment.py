@@ -252,5 +252,3 @@ def reward_of(policy, n: int = 512, seed: int = 1) -> float:
     """Return a policy's mean reward at temperature 1, its greedy one being another matter."""
     g = torch.Generator().manual_seed(seed)
     return float(rewards(sample(policy, prompts(n, g), 1, False, g)[0]).mean())
-
-
