@@ -130,14 +130,14 @@ def store_tensors(model: nn.Module, format: Format, key: str = "format") -> list
                 f"{key}={format.name!r}: {name} is not stored in the format; call formats.store_parameters(model, "
                 f"{format.name!r}) first, and after every optimizer step"
             )
-    handles = []
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if own and not isinstance(module, nn.Linear | nn.Embedding) and not type(module).__name__.endswith("RMSNorm"):
+        known = isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__.endswith("RMSNorm")
+        if not known and next(module.parameters(recurse=False), None) is not None:
             raise ValueError(f"{key}={format.name!r}: {name} ({type(module).__name__}) cannot be emulated")
+    handles = [p.register_hook(format.round) for p in model.parameters() if p.requires_grad]
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             handles.append(module.register_forward_hook(lambda m, args, out: format.store(out)))
             if name.endswith("o_proj"):
                 handles.append(module.register_forward_pre_hook(lambda m, args: (format.store(args[0]), *args[1:])))
-        handles.extend(p.register_hook(format.round) for p in own if p.requires_grad)
     return handles
