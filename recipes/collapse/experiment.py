@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from verl_rounding_align import align, formats
 
@@ -133,6 +134,25 @@ def sample(sampler, ids: torch.Tensor, group: int, cached: bool, g: torch.Genera
     return ids, torch.cat(found, 1)
 
 
+def kernel(format: formats.Format) -> str:
+    """Register the sampler's attention and return its name: as a flash kernel does it stores exp(score - max) in the
+    format before the product with V, and divides by the sum afterwards. The trainer's SDPA keeps both in fp32."""
+    name = f"stored_probabilities_{format}"
+
+    def attention(module, q, k, v, mask, scaling, **kwargs):
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = q @ k.transpose(2, 3) * scaling
+        scores = scores if mask is None else scores + mask
+        e = (scores - scores.amax(-1, keepdim=True)).exp()
+        out = format.store(e) @ v / e.sum(-1, keepdim=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    return name
+
+
 class Pair:
     """A trainer with fp32 master weights and the sampler that gets a copy of what the trainer stores.
 
@@ -145,8 +165,8 @@ class Pair:
         self.masters = [p.detach().clone() for p in start.parameters()]
         formats.store_parameters(start, self.format)
         self.sampler = copy.deepcopy(start).requires_grad_(False)
-        if not arm.same:  # another attention kernel
-            self.sampler.set_attn_implementation("eager")
+        if not arm.same:
+            self.sampler.set_attn_implementation(kernel(self.format))
         align(self.trainer, arm.regions, engine=ENGINE, format=self.format)
         align(self.sampler, "none" if arm.same else "all", engine=ENGINE, format=self.format)
         self.optimizer = torch.optim.Adam(self.masters, lr=lr)
