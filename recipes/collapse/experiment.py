@@ -21,7 +21,7 @@ from verl_rounding_align import align, formats
 ENGINE = "vllm_compiled"  # the sampler's preset: of the points here it stores cos_sin alone
 DIGITS, LENGTH = 10, 5
 EQUALS, VOCAB = 10, 12
-PROMPTS, GROUP, MINIBATCHES = 16, 8, 2
+PROMPTS, GROUP, MINIBATCHES = 8, 8, 2
 CLIP, DUAL_CLIP, TIS_CAP, MAX_NORM = 0.2, 3.0, 2.0, 1.0
 WINDOW = 25  # steps per stored row
 

@@ -23,15 +23,17 @@ PRETRAIN = 60
 
 
 def settings(arms, bits, lrs, seeds, steps: int, pretrain: int = PRETRAIN) -> list[Settings]:
-    """Return the product, seeds outermost: an interrupted grid has whole seeds."""
+    """Return the product, seeds outermost: an interrupted grid has whole seeds (of `default`, of `none` and `all` first)."""
     return [Settings(a, b, lr, s, steps, pretrain) for s, b, lr, a in product(range(seeds), bits, lrs, arms)]
 
 
+FIRST, SECOND, THIRD = ("none", "all"), ("same", "rope", "paper"), ("tis", "bit")
 GRIDS = {
     "smoke": settings(["none", "all", "same", "tis"], [4], [2e-3], 1, steps=2, pretrain=2),
-    "fast": settings(["none", "all"], [3], [2e-3], 2, steps=200),
-    "default": settings(list(ARMS), [3], [2e-3], 5, steps=300),
-    "full": settings(list(ARMS), [3, 4, 5, 6, 7, 8], [1e-3, 2e-3, 4e-3], 8, steps=1200),
+    "fast": settings(["none", "all"], [2], [2e-3], 2, steps=200),
+    "default": [s for arms in (FIRST, SECOND) for s in settings(arms, [3], [2e-3], 5, steps=1200)],
+    "corrected": settings(THIRD, [3], [2e-3], 5, steps=1200),
+    "full": settings(list(ARMS), [3, 4, 5, 6, 7, 8], [1e-3, 2e-3, 4e-3], 8, steps=4800),
 }
 
 
