@@ -6,6 +6,7 @@ Each finished run is one line of results/<grid>.jsonl; what is there already is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -65,8 +66,10 @@ def execute(grid: list[Settings], path: Path, workers: int) -> list[dict]:
     missing = [s for s in grid if name(s) not in done]
     print(f"{path.name}: {len(grid) - len(missing)} of {len(grid)} runs are there, {workers} at a time", flush=True)
     began = time.time()
-    with multiprocessing.get_context("spawn").Pool(workers) as pool, path.open("a") as file:
-        for i, row in enumerate(pool.imap_unordered(_one, missing), 1):
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("a"))
+        pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(workers)) if workers > 1 else None
+        for i, row in enumerate(map(_one, missing) if pool is None else pool.imap_unordered(_one, missing), 1):
             file.write(json.dumps({**row, "versions": versions}) + "\n")
             file.flush()
             left = (time.time() - began) / i * (len(missing) - i) / 60
