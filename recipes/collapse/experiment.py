@@ -229,32 +229,41 @@ def pretrained(seed: int, steps: int) -> Qwen3ForCausalLM:
     return policy
 
 
+def update(pair: Pair, g: torch.Generator) -> tuple:
+    """Sample a batch, measure the mismatch, take the optimizer steps and publish the weights.
+
+    Returns:
+        (reward, k1, k3, differ, norm), means over the batch.
+    """
+    ids, rollout = pair.sample(prompts(PROMPTS, g), g)
+    reward = rewards(ids)
+    advantages = group_advantages(reward)
+    with torch.no_grad():
+        old = log_probs(pair.trainer, ids)
+    log_r = old - rollout
+    weights = log_r.clamp(-20, 20).exp().clamp(max=TIS_CAP) if pair.arm.tis else None
+    norms = []
+    for batch in torch.randperm(len(ids), generator=g).chunk(MINIBATCHES):
+        new = log_probs(pair.trainer, ids[batch])
+        chosen = None if weights is None else weights[batch]
+        norms.append(pair.step(policy_loss(new, old[batch], advantages[batch], chosen)))
+    pair.publish()
+    k3 = (log_r.exp() - log_r - 1).mean()
+    return reward.mean(), -log_r.mean(), k3, (log_r != 0).float().mean(), sum(norms) / MINIBATCHES
+
+
 def run(settings: Settings, show: Callable[[str], None] = lambda text: None) -> dict:
     """Train; return the settings and, per window of ``WINDOW`` steps, means of reward and mismatch.
 
     ``k1``: sampler minus trainer log-prob; ``k3``: r - log r - 1 with log r = trainer - sampler; ``differ``: share of
     tokens whose two log-probs differ at all.
     """
-    arm, began = ARMS[settings.arm], time.time()
-    pair = Pair(pretrained(settings.seed, settings.pretrain), arm, settings.bits, settings.lr)
+    began, start = time.time(), pretrained(settings.seed, settings.pretrain)
+    pair = Pair(start, ARMS[settings.arm], settings.bits, settings.lr)
     g = torch.Generator().manual_seed(1000 + settings.seed)
     rows, window = [], []
     for step in range(settings.steps):
-        ids, rollout = pair.sample(prompts(PROMPTS, g), g)
-        reward = rewards(ids)
-        advantages = group_advantages(reward)
-        with torch.no_grad():
-            old = log_probs(pair.trainer, ids)
-        log_r = old - rollout
-        weights = log_r.clamp(-20, 20).exp().clamp(max=TIS_CAP) if arm.tis else None
-        norms = []
-        for batch in torch.randperm(len(ids), generator=g).chunk(MINIBATCHES):
-            new = log_probs(pair.trainer, ids[batch])
-            chosen = None if weights is None else weights[batch]
-            norms.append(pair.step(policy_loss(new, old[batch], advantages[batch], chosen)))
-        pair.publish()
-        k3 = (log_r.exp() - log_r - 1).mean()
-        measured = (reward.mean(), -log_r.mean(), k3, (log_r != 0).float().mean(), sum(norms) / MINIBATCHES)
+        measured = update(pair, g)
         window.append([float(x) for x in measured])
         if len(window) == WINDOW or step + 1 == settings.steps:
             means = [sum(column) / len(window) for column in zip(*window, strict=True)]
