@@ -46,8 +46,8 @@ SCHEMA = {
 
 
 def load(path: Path) -> list[dict]:
-    """Return the runs of a grid's file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the runs of a grid's file, none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def windows(rows: list[dict], name: str, size: int) -> list[tuple[int, float]]:
@@ -152,8 +152,7 @@ def table(runs: list[dict]) -> str:
                     f"{average['k3']:.2g}",
                 ]
             )
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown(COLUMNS, lines)
 
 
 def picture(runs: list[dict]) -> str:
@@ -182,12 +181,94 @@ def picture(runs: list[dict]) -> str:
     return _svg(figure)
 
 
+def markdown(columns, lines) -> str:
+    rows = [list(columns), ["---"] * len(columns), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def interval(values: list[float], digits: int = 2) -> str:
+    """Return mean and 95 % t interval as text."""
+    m, low, high = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
+    return f"{m:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def why(found: dict) -> str:
+    """Return the table of what each group's rounding does at fixed weights; means over seeds."""
+    cases = defaultdict(list)
+    for row in found["rows"]:
+        cases[row["steps"], row["region"]].append(row)
+    lines = []
+    for (steps, region), rows in sorted(cases.items(), key=lambda item: item[0][0]):
+        a = {n: mean(r[n] for r in rows) for n in ("k3", "size", "bias2", "signal2", "error2", "by_token")}
+        landing = [r["landing"] for r in rows if r["landing"] is not None]
+        bias = f"{math.sqrt(a['bias2'] / a['signal2']):.2f}" if a["bias2"] > 0 else "not resolved"
+        lines.append(
+            [
+                str(steps),
+                region,
+                f"{mean(landing):.2f}" if landing else "",
+                f"{a['k3']:.3g}",
+                f"{a['size']:.3f}",
+                f"{mean(r['mean'] / r['size'] for r in rows):+.2f}",
+                interval([r["given"] for r in rows]),
+                f"{100 * a['by_token']:.1f} %",
+                interval([r["corr_own"] for r in rows]),
+                interval([r["corr_advantage"] for r in rows]),
+                bias,
+                interval([r["projection"] for r in rows]),
+                f"{100 * a['bias2'] / a['error2']:.1f} %",
+            ]
+        )
+    return markdown(WHY, lines)
+
+
+WHY = (
+    "steps", "rounding of", "landing score", "k3", "mean abs d", "mean d / mean abs d", "the same on given right answers, 95 %", "var of d between tokens",
+    "corr(d, log T), 95 %", "corr(d, A), 95 %", "bias / gradient", "projection of the bias on the gradient, 95 %",
+    "bias, share of the squared error",
+)  # fmt: skip
+
+
+def slopes(found: dict, kernel: str) -> dict[str, list[float]]:
+    """Return {arm: least-squares slope of log2 k3 against bits for each seed}, of arms whose k3 are all positive."""
+    cells = defaultdict(dict)
+    for row in found["rows"]:
+        if row["kernel"] == kernel:
+            cells[row["arm"], row["seed"]][row["bits"]] = row["k3"]
+    out = defaultdict(list)
+    for (arm, _), by_bits in cells.items():
+        if min(by_bits.values()) > 0:
+            x, y = list(by_bits), [math.log2(v) for v in by_bits.values()]
+            mx, my = mean(x), mean(y)
+            out[arm].append(sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x))
+    return out
+
+
+def bits(found: dict) -> str:
+    """Return the table of k3 against bits: means over seeds, slope of log2 with its interval."""
+    cells = defaultdict(list)
+    for row in found["rows"]:
+        cells[row["kernel"], row["arm"], row["bits"]].append(row["k3"])
+    every = sorted({key[2] for key in cells})
+    lines = []
+    for kernel in dict.fromkeys(key[0] for key in cells):
+        fits = slopes(found, kernel)
+        for arm in dict.fromkeys(key[1] for key in cells):
+            values = [f"{mean(cells[kernel, arm, b]):.2g}" for b in every]
+            lines.append([kernel, arm, *values, interval(fits[arm]) if fits.get(arm) else ""])
+    return markdown(("sampler's attention", "arm", *(f"p{b}" for b in every), "log2 k3 per bit, 95 %"), lines)
+
+
 def files() -> dict[Path, str]:
     """Return what this script writes: path to text."""
-    runs = load(HERE / "results/default.jsonl")
-    made = {HERE / "README.md": report.filled((HERE / "README.md").read_text(), "default", table(runs))}
-    made[HERE / "reward.svg"] = picture(runs)
-    return made
+    runs = [r for name in ("default", "corrected") for r in load(HERE / f"results/{name}.jsonl")]
+    read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits")}
+    page = report.filled((HERE / "README.md").read_text(), "default", table(runs))
+    return {
+        HERE / "README.md": report.filled(page, "bits", bits(read["bits"])),
+        HERE / "WHY.md": report.filled((HERE / "WHY.md").read_text(), "why", why(read["why"])),
+        HERE / "reward.svg": picture(runs),
+    }
 
 
 if __name__ == "__main__":

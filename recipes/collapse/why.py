@@ -113,6 +113,10 @@ def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
         tokens.append(ids[:, -e.LENGTH :])
     G, E = torch.stack(gradients), torch.stack(errors)
     d, own, advantage, tokens = (torch.cat(x).double() for x in (differences, own, advantage, tokens))
+    with torch.no_grad():  # given tokens: no selection by the sampler
+        ids = e.prompts(512, g)
+        ids = torch.cat([ids, e.answers(ids)], 1)
+        given = (e.log_probs(sampler, ids) - e.log_probs(trainer, ids)).double()
     means = torch.stack([d[tokens == t].mean() for t in tokens.unique()])
     share = torch.stack([(tokens == t).double().mean() for t in tokens.unique()])
     bias, signal, total = off_diagonal(E, E), off_diagonal(G, G), float(E.pow(2).sum(1).mean())
@@ -125,6 +129,7 @@ def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
         "size": float(d.abs().mean()),
         "mean": float(d.mean()),
         "mean_se": float(d.mean(1).std() / len(d) ** 0.5),
+        "given": float(given.mean() / given.abs().mean()),
         "by_token": float((share * (means - d.mean()) ** 2).sum() / d.var()),
         "corr_own": correlation(d, own),
         "corr_advantage": correlation(d, advantage),
