@@ -118,7 +118,7 @@ def grouped(runs: list[dict]) -> dict[tuple[int, float], dict[str, dict[int, dic
 
 
 COLUMNS = (
-    "bits", "lr", "arm", "seeds", "start", "peak", "final (lowest to highest)", "drop", "final less `same`, 95 %",
+    "bits", "lr", "arm", "seeds", "start", "peak", "final (lowest to highest)", "drop", "final less `none`, 95 %",
     "collapsed, 95 %", "steps to collapse", "k3, first 50 steps", "k3, 100 steps before collapse or end",
 )  # fmt: skip
 
@@ -132,7 +132,7 @@ def table(runs: list[dict]) -> str:
             of = list(seeds.values())
             steps = sorted(o["collapse"] for o in of if o["collapse"] is not None)
             low, high = binomial(len(steps), len(of))
-            d = None if arm == "same" or "same" not in finals else paired(finals[arm], finals["same"])
+            d = None if arm == "none" or "none" not in finals else paired(finals[arm], finals["none"])
             average = {n: mean(o[n] for o in of) for n in ("start", "peak", "final", "drop", "k3_start", "k3")}
             last = [o["final"] for o in of]
             lines.append(
