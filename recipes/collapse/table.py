@@ -192,40 +192,67 @@ def interval(values: list[float], digits: int = 2) -> str:
     return f"{m:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def why(found: dict) -> str:
-    """Return the table of what each group's rounding does at fixed weights; means over seeds."""
-    cases = defaultdict(list)
-    for row in found["rows"]:
-        cases[row["steps"], row["region"]].append(row)
+def jackknife(rows: list[dict], top: str, bottom: str) -> str:
+    """Return the ratio of two means over seeds, with the jackknife's 95 % t interval, as text."""
+
+    def ratio(chosen):
+        return mean(r[top] for r in chosen) / mean(r[bottom] for r in chosen)
+
+    n, value = len(rows), ratio(rows)
+    if n < 2:
+        return f"{value:+.2f}"
+    pseudo = [n * value - (n - 1) * ratio(rows[:i] + rows[i + 1 :]) for i in range(n)]
+    half = T975[min(n - 1, len(T975) - 1)] * stdev(pseudo) / math.sqrt(n)
+    return f"{value:+.2f} [{value - half:+.2f}, {value + half:+.2f}]"
+
+
+def differences(found: dict) -> str:
+    """Return the table of what each group's rounding does to log-probs; means over seeds, t intervals."""
     lines = []
-    for (steps, region), rows in sorted(cases.items(), key=lambda item: item[0][0]):
-        a = {n: mean(r[n] for r in rows) for n in ("k3", "size", "bias2", "signal2", "error2", "by_token")}
+    for (steps, region), rows in by_case(found):
         landing = [r["landing"] for r in rows if r["landing"] is not None]
-        bias = f"{math.sqrt(a['bias2'] / a['signal2']):.2f}" if a["bias2"] > 0 else "not resolved"
         lines.append(
             [
                 str(steps),
                 region,
                 f"{mean(landing):.2f}" if landing else "",
-                f"{a['k3']:.3g}",
-                f"{a['size']:.3f}",
-                f"{mean(r['mean'] / r['size'] for r in rows):+.2f}",
+                f"{mean(r['k3'] for r in rows):.2g}",
+                f"{mean(r['size'] for r in rows):.3f}",
+                interval([r["mean"] / r["size"] for r in rows]),
                 interval([r["given"] for r in rows]),
-                f"{100 * a['by_token']:.1f} %",
+                f"{100 * mean(r['by_token'] for r in rows):.1f} %",
                 interval([r["corr_own"] for r in rows]),
                 interval([r["corr_advantage"] for r in rows]),
-                bias,
-                interval([r["projection"] for r in rows]),
-                f"{100 * a['bias2'] / a['error2']:.1f} %",
             ]
         )
-    return markdown(WHY, lines)
+    return markdown(DIFFERENCES, lines)
 
 
-WHY = (
-    "steps", "rounding of", "landing score", "k3", "mean abs d", "mean d / mean abs d", "the same on given right answers, 95 %", "var of d between tokens",
-    "corr(d, log T), 95 %", "corr(d, A), 95 %", "bias / gradient", "projection of the bias on the gradient, 95 %",
-    "bias, share of the squared error",
+def gradients(found: dict) -> str:
+    """Return the table of what each group's rounding does to the policy gradient; ratios of means over seeds."""
+    lines = []
+    for (steps, region), rows in by_case(found):
+        pairs = [("bias2", "signal2"), ("cross", "signal2"), ("error2", "gradient2"), ("bias2", "error2")]
+        pairs += [("is_bias2", "is_signal2")]
+        lines.append([str(steps), region, *(jackknife(rows, *pair) for pair in pairs)])
+    return markdown(GRADIENTS, lines)
+
+
+def by_case(found: dict) -> list[tuple[tuple[int, str], list[dict]]]:
+    cases = defaultdict(list)
+    for row in found["rows"]:
+        cases[row["steps"], row["region"]].append(row)
+    return sorted(cases.items(), key=lambda item: item[0][0])
+
+
+DIFFERENCES = (
+    "steps", "rounding of", "landing score", "k3", "mean abs d", "mean d / mean abs d", "the same on given right answers",
+    "var of d between tokens", "corr(d, log T)", "corr(d, A)",
+)  # fmt: skip
+GRADIENTS = (
+    "steps", "rounding of", "bias^2 / gradient^2", "projection of the bias on the gradient",
+    "squared error / squared gradient, one batch", "bias^2, share of the squared error",
+    "bias^2 / gradient^2, against importance weights",
 )  # fmt: skip
 
 
@@ -264,9 +291,11 @@ def files() -> dict[Path, str]:
     runs = [r for name in ("default", "corrected") for r in load(HERE / f"results/{name}.jsonl")]
     read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits")}
     page = report.filled((HERE / "README.md").read_text(), "default", table(runs))
+    reason = report.filled((HERE / "WHY.md").read_text(), "differences", differences(read["why"]))
+    reason = report.filled(reason, "gradients", gradients(read["why"]))
     return {
         HERE / "README.md": report.filled(page, "bits", bits(read["bits"])),
-        HERE / "WHY.md": report.filled((HERE / "WHY.md").read_text(), "why", why(read["why"])),
+        HERE / "WHY.md": reason,
         HERE / "reward.svg": picture(runs),
     }
 

@@ -1,13 +1,16 @@
 """What each region's rounding does to log-probs and to the policy gradient, at fixed weights: results/why.json.
 
 Sampler S rounds as the engine; trainer T_g as the engine too, except in group g, where it rounds as Hugging Face. Same
-kernels, no cache: d = log S - log T_g comes from the roundings of g alone. With A the group advantage and
-w = exp(sum over the answer of log T_g - log S), of batches b of sequences drawn from S,
+kernels, no cache: d = log S - log T_g comes from the roundings of g alone. With A the group advantage, for batches b of
+sequences drawn from S,
 
-    gradient   G_b = mean A w grad log T_g     unbiased for T_g (up to the advantage's baseline)
-    error      E_b = mean A (1 - w) grad log T_g     what leaving out the weights adds
-    bias^2     = mean over b != c of <E_b, E_c>,     variance = mean |E_b|^2 - bias^2
-    cosine     = mean <E_b, G_c> / sqrt(mean <E_b, E_c> mean <G_b, G_c>),     over b != c: no noise in common
+    gradient   G_b = mean A grad log S                     what an exactly aligned trainer computes
+    error      E_b = mean A grad log T_g - G_b             same weights, same sequences
+    bias^2     = mean over b != c of <E_b, E_c>,           squared error = mean |E_b|^2 = bias^2 + variance
+    projection = mean <E_b, G_c> / mean <G_b, G_c>         over b != c: no noise in common
+
+and the same (``is_``) with E_b = mean A (1 - w) grad log T_g and G_b = mean A w grad log T_g, w the importance weight of the
+whole answer: what leaving out the exact correction adds, which is noisier.
 """
 
 from __future__ import annotations
@@ -80,10 +83,6 @@ def scores(policy, bits: int, ids: torch.Tensor) -> dict[str, float]:
     return found
 
 
-def flat(policy) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-
 def off_diagonal(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the mean of <a_b, b_c> over b != c."""
     n = len(a)
@@ -97,21 +96,35 @@ def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
         rounded(policy, regions, bits),
         torch.Generator().manual_seed(seed),
     )
-    gradients, errors, differences, own, advantage, tokens = [], [], [], [], [], []
+    kept, differences, own, advantage, tokens = defaultdict(list), [], [], [], []
+
+    def gradient(policy, loss) -> torch.Tensor:
+        policy.zero_grad()
+        loss.backward(retain_graph=True)
+        return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
     for _ in range(BATCHES):
         ids, rollout = e.sample(sampler, e.prompts(PER_BATCH, g), e.GROUP, False, g)
         advantages = e.group_advantages(e.rewards(ids))
-        new = e.log_probs(trainer, ids)
+        new, exact = e.log_probs(trainer, ids), e.log_probs(sampler, ids)
         weight = (new.detach() - rollout).sum(1, keepdim=True).exp()
-        for chosen, kept in ((advantages * weight, gradients), (advantages * (1 - weight), errors)):
-            trainer.zero_grad()
-            (chosen * new).mean().backward(retain_graph=kept is gradients)
-            kept.append(flat(trainer))
+        uncorrected, aligned = (
+            gradient(trainer, (advantages * new).mean()),
+            gradient(sampler, (advantages * exact).mean()),
+        )
+        corrected = gradient(trainer, (advantages * weight * new).mean())
+        for name, x in (
+            ("G", aligned),
+            ("E", uncorrected - aligned),
+            ("isG", corrected),
+            ("isE", uncorrected - corrected),
+        ):
+            kept[name].append(x)
         differences.append(rollout - new.detach())
         own.append(new.detach())
         advantage.append(advantages.expand_as(new))
         tokens.append(ids[:, -e.LENGTH :])
-    G, E = torch.stack(gradients), torch.stack(errors)
+    kept = {name: torch.stack(x) for name, x in kept.items()}
     d, own, advantage, tokens = (torch.cat(x).double() for x in (differences, own, advantage, tokens))
     with torch.no_grad():  # given tokens: no selection by the sampler
         ids = e.prompts(512, g)
@@ -119,7 +132,6 @@ def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
         given = (e.log_probs(sampler, ids) - e.log_probs(trainer, ids)).double()
     means = torch.stack([d[tokens == t].mean() for t in tokens.unique()])
     share = torch.stack([(tokens == t).double().mean() for t in tokens.unique()])
-    bias, signal, total = off_diagonal(E, E), off_diagonal(G, G), float(E.pow(2).sum(1).mean())
 
     def correlation(a, b):
         return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
@@ -133,11 +145,17 @@ def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
         "by_token": float((share * (means - d.mean()) ** 2).sum() / d.var()),
         "corr_own": correlation(d, own),
         "corr_advantage": correlation(d, advantage),
-        "bias2": bias,
-        "error2": total,
-        "signal2": signal,
-        "cosine": off_diagonal(E, G) / (max(bias, 1e-30) * max(signal, 1e-30)) ** 0.5 if bias > 0 < signal else None,
-        "projection": off_diagonal(E, G) / signal if signal > 0 else None,
+        **{
+            f"{prefix}{name}": value
+            for prefix, E, G in (("", kept["E"], kept["G"]), ("is_", kept["isE"], kept["isG"]))
+            for name, value in (
+                ("bias2", off_diagonal(E, E)),
+                ("error2", float(E.pow(2).sum(1).mean())),
+                ("signal2", off_diagonal(G, G)),
+                ("gradient2", float(G.pow(2).sum(1).mean())),
+                ("cross", off_diagonal(E, G)),
+            )
+        },
     }
 
 
