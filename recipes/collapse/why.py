@@ -163,7 +163,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arm", default="none")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 300, 600])
     options = parser.parse_args()
@@ -180,6 +180,6 @@ if __name__ == "__main__":
                 print({k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
     keep = {k: v for k, v in vars(options).items() if k in ("bits", "lr", "arm")}
     path = HERE / "results/why.json"
-    digits = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    digits = [{k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     report.write_json(path, {**keep, "batches": BATCHES, "sequences": PER_BATCH * e.GROUP, "rows": digits})
     print(json.dumps(dict(rows=len(rows), path=str(path))))
