@@ -167,7 +167,7 @@ def picture(runs: list[dict]) -> str:
                 continue
             steps = [s for s, _ in min(curves, key=len)]
             values = [[c[i][1] for c in curves] for i in range(len(steps))]
-            panel.plot(steps, [mean(v) for v in values], color=COLOURS[arm], label=arm)
+            panel.plot(steps, [mean(v) for v in values], color=COLOURS[arm], label=f"{arm} ({len(curves)})")
             panel.fill_between(
                 steps, [min(v) for v in values], [max(v) for v in values], color=COLOURS[arm], alpha=0.12
             )
@@ -176,8 +176,8 @@ def picture(runs: list[dict]) -> str:
     panels[1].set_ylabel("k3 per token, sampler against trainer")
     panels[1].set_yscale("log")
     panels[0].legend(frameon=False, fontsize=8)
-    bits, lr, seeds = runs[0]["bits"], runs[0]["lr"], len({r["seed"] for r in runs})
-    panels[0].set_title(f"{bits} significant bits, lr {lr:g}, {seeds} seeds: mean, range", loc="left", fontsize=10)
+    bits, lr = runs[0]["bits"], runs[0]["lr"]
+    panels[0].set_title(f"{bits} significant bits, lr {lr:g}: mean, range (seeds)", loc="left", fontsize=10)
     return _svg(figure)
 
 
