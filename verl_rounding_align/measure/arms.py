@@ -35,9 +35,7 @@ def moved(name: str, preset: Preset) -> frozenset[str]:
         return frozenset().union(*(GROUPS[group][1] for group in groups))
     if name in POINTS:
         return frozenset({name})
-    raise ValueError(
-        f"regions={name!r}: choose from {', '.join(dict.fromkeys((*CHOICES, *POINTS, SUBSETS)))} (join with +)"
-    )
+    raise ValueError(f"regions={name!r}: choose from {', '.join(dict.fromkeys((*CHOICES, *POINTS, SUBSETS)))} (join with +)")
 
 
 def points(arm: str, preset: Preset) -> frozenset[str]:
