@@ -2,6 +2,7 @@
 
 Layers, each importing only from those above it:
 
+    formats.py       storage formats emulated in fp32, for coarser storage than any dtype has
     rounding.py      a rounding point: stored in the model dtype, or kept in fp32
     families.py      Hugging Face model families as data
     fingerprint.py   everything of an engine that moves its rounding, as one value

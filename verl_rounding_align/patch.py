@@ -23,7 +23,7 @@ from packaging.version import Version
 from torch import nn
 
 from . import backend as backends
-from . import families, presets
+from . import families, formats, presets
 from .plan import Plan, parse_plan
 from .regions import KINDS
 from .regions.add_rms_norm import add, add_rms_norm, rms_norm
@@ -165,6 +165,7 @@ def align(
     engine: str = "vllm_compiled",
     backend: str | None = None,
     key: str = "rounding_align",
+    format: str | formats.Format | None = None,
 ) -> Alignment:
     """Make ``model`` round where ``plan`` says; nothing is changed if any check fails.
 
@@ -175,6 +176,8 @@ def align(
         engine: preset of the inference engine, where ``plan`` is a value.
         backend: ``auto`` (compile where there is a compiler), ``compile`` or ``eager``; None takes the plan's.
         key: the config key, for messages.
+        format: where ``plan`` is a value: an emulated format (``formats.CHOICES``) that an fp32 model stores everything
+            in, instead of its dtype; even with plan ``none``, all sites are patched and linear layers hooked.
 
     Returns:
         Alignment, with ``.plan``, ``.sites``, ``.calls`` and ``.undo()``.
@@ -183,7 +186,7 @@ def align(
         ValueError: unknown value, unsupported family or structure, or somebody else's patch on a module concerned.
     """
     if not isinstance(plan, Plan):
-        plan = parse_plan(plan, engine=engine, key=key)
+        plan = parse_plan(plan, engine=engine, key=key, format=format)
     backend = backends.check(backend or plan.backend)
     check_transformers()
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or model._compiled_call_impl is not None:
@@ -198,6 +201,11 @@ def align(
         return alignment
     claims = [claim for fqn, stack, fam in stacks for claim in _claims(fqn, stack, fam, alignment)]
     _check(claims, family, plan, key)
+    if plan.format is not None:
+        if backend == "compile":
+            raise ValueError(f"backend='compile': format {plan.format} is emulated op by op; choose auto or eager")
+        alignment.backend = "eager"
+        alignment._undo.extend(handle.remove for handle in formats.store_tensors(model, plan.format))
     for claim in claims:
         setattr(claim.module, claim.attr, types.MethodType(claim.function, claim.module))
         alignment._undo.append(lambda c=claim: delattr(c.module, c.attr))

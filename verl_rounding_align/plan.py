@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from . import backend as backends
-from . import presets
+from . import formats, presets
+from .formats import Format
 from .regions import GROUPS, KINDS
 from .rounding import Rounding
 
@@ -42,15 +43,23 @@ class Plan:
         """Return the Rounding at site kind ``kind``, or None where nothing is patched."""
         return dict(self.roundings).get(kind)
 
+    @property
+    def format(self) -> Format | None:
+        """The emulated format that everything is stored in, or None for the model dtype."""
+        return next((rnd.format for _, rnd in self.roundings), None)
+
     def __bool__(self) -> bool:
-        return bool(self.groups)
+        return bool(self.groups) or self.format is not None
 
     def __str__(self) -> str:
-        return f"{'+'.join(self.groups)}: {self.trainer} -> {self.engine}" if self.groups else "none"
+        name = f"{'+'.join(self.groups)}: {self.trainer} -> {self.engine}" if self.groups else "none"
+        return f"{name} in {self.format}" if self.format else name
 
 
-def build_plan(groups: Sequence[str], engine: presets.Preset) -> Plan:
+def build_plan(groups: Sequence[str], engine: presets.Preset, format: Format | None = None) -> Plan:
     """Return the plan that moves the points of ``groups`` from the trainer's preset to the engine's.
+
+    With an emulated ``format`` every site is patched, aligned or not: nothing else would store in it.
 
     >>> plan = build_plan(["rope"], presets.get("vllm_compiled"))
     >>> print(plan, plan.rounding("attention"), plan.rounding("mlp"))
@@ -61,8 +70,9 @@ def build_plan(groups: Sequence[str], engine: presets.Preset) -> Plan:
     roundings = []
     for kind, region in KINDS.items():
         moved = frozenset().union(*(points for g in groups for r, points in [GROUPS[g]] if r == region))
-        if moved:
-            roundings.append((kind, Rounding((trainer.points[kind] - moved) | (engine.points[kind] & moved))))
+        if moved or format is not None:
+            points = (trainer.points[kind] - moved) | (engine.points[kind] & moved)
+            roundings.append((kind, Rounding(points, format)))
     return Plan(groups, engine.name, tuple(roundings))
 
 
@@ -91,8 +101,8 @@ class Request:
     def __bool__(self) -> bool:
         return self.names != ("none",)
 
-    def plan(self, preset: presets.Preset) -> Plan:
-        """Return the plan for an engine.
+    def plan(self, preset: presets.Preset, format: Format | None = None) -> Plan:
+        """Return the plan for an engine, in an emulated format if one is given.
 
         Raises:
             ValueError: ``auto`` with an engine that was not probed.
@@ -111,7 +121,7 @@ class Request:
                 groups.update(g for g in GROUPS if preset.evidence[g] != presets.UNPROVEN)
             elif name != "none":
                 groups.add(name)
-        return replace(build_plan(tuple(groups), preset), backend=self.backend)
+        return replace(build_plan(tuple(groups), preset, format), backend=self.backend)
 
 
 def _names(value, key: str) -> list[str]:
@@ -179,7 +189,11 @@ def find_preset(engine: str | Mapping | presets.Preset, key: str = "engine", **k
 
 
 def parse_plan(
-    value, engine: str | Mapping | presets.Preset = "vllm_compiled", key: str = "rounding_align", **known
+    value,
+    engine: str | Mapping | presets.Preset = "vllm_compiled",
+    key: str = "rounding_align",
+    format: str | Format | None = None,
+    **known,
 ) -> Plan:
     """Return the plan for a config value.
 
@@ -190,6 +204,7 @@ def parse_plan(
             probe's JSON file>, backend: auto|compile|eager}``, the last two optional, whose engine wins over the argument.
         engine: the engine's preset: its name (see ``presets.PRESETS``), a probe's JSON file, or a Preset.
         key: the config key the value came from, for messages.
+        format: an emulated format (``formats.CHOICES``) instead of the model dtype.
         known: ``spec`` and ``mode``, checked against a probe's file.
 
     Raises:
@@ -204,4 +219,5 @@ def parse_plan(
 paper, all, auto (join with +)
     """
     request = parse_request(value, key)
-    return request.plan(find_preset(request.engine or engine, f"{request.key} engine", **known))
+    preset = find_preset(request.engine or engine, f"{request.key} engine", **known)
+    return request.plan(preset, formats.parse(format))

@@ -5,6 +5,9 @@ dtype (bf16 in training); not storing it means that the next operator reads the 
 region is a set of point names, so presets, region subsets, probe candidates and error messages are all sets over the
 same names, and each region's maths is written once.
 
+What a stored value is stored *in* is the Rounding's matter, not the region's: the model dtype by a cast, or a format that
+is emulated in an fp32 model (``formats.py``), for experiments with coarser storage than any dtype has.
+
 Store once and upcast at each use: ``h = up(rnd("sum", total, dtype))``. A cast pair ``x.to(bf16).float()`` at each use
 would give the same forward values and different gradients (Hugging Face rounds the gradient once per consumer).
 """
@@ -15,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from .formats import Format
 
 
 def up(x: torch.Tensor) -> torch.Tensor:
@@ -30,6 +35,8 @@ def up(x: torch.Tensor) -> torch.Tensor:
 class Rounding:
     """The set of rounding points that are stored in the model dtype; every other point stays in fp32.
 
+    With a ``format`` the model dtype is fp32, and what is stored is rounded to that format there.
+
     >>> rnd = Rounding({"sum"})
     >>> x = torch.full((1,), 1.001)
     >>> rnd("sum", x, torch.bfloat16).dtype, rnd("carry", x, torch.bfloat16).dtype
@@ -37,9 +44,11 @@ class Rounding:
     """
 
     points: frozenset[str]
+    format: Format | None
 
-    def __init__(self, points: Iterable[str] = ()):
+    def __init__(self, points: Iterable[str] = (), format: Format | None = None):
         object.__setattr__(self, "points", frozenset(points))
+        object.__setattr__(self, "format", format)
 
     def stores(self, point: str) -> bool:
         """Return whether ``point`` is stored in the model dtype."""
@@ -53,7 +62,11 @@ class Rounding:
             x: the intermediate, any shape, compute dtype.
             dtype: the model dtype.
         """
-        return x.to(dtype) if point in self.points else x
+        return self.store(x, dtype) if point in self.points else x
+
+    def store(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``x`` stored in ``dtype``, or in the emulated format: what every region does with its results."""
+        return x.to(dtype) if self.format is None else self.format.store(x)
 
     def __str__(self) -> str:
-        return "{" + ", ".join(sorted(self.points)) + "}"
+        return "{" + ", ".join(sorted(self.points)) + "}" + (f" in {self.format}" if self.format else "")

@@ -35,7 +35,7 @@ def add(delta: torch.Tensor, residual: torch.Tensor, rnd: Rounding) -> torch.Ten
         rnd: which of ``POINTS`` are stored.
     """
     total = up(delta) + up(residual)
-    return total.to(delta.dtype) if rnd.stores("sum") and rnd.stores("carry") else total
+    return rnd.store(total, delta.dtype) if rnd.stores("sum") and rnd.stores("carry") else total
 
 
 def rms_norm(total: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Rounding, dtype: torch.dtype) -> torch.Tensor:
@@ -50,7 +50,7 @@ def rms_norm(total: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Roundin
     """
     h = up(rnd("sum", total, dtype))
     normed = rnd("normed", h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps), dtype)
-    return (weight * normed).to(dtype)
+    return rnd.store(weight * normed, dtype)
 
 
 def add_rms_norm(

@@ -62,7 +62,7 @@ def rotate(
     # upcast at each use: HF's two products round their gradients separately
     direct = rnd("product", up(scaled) * up(cos), dtype)
     crossed = rnd("product", rotate_half(up(scaled)) * up(sin), dtype)
-    return (up(direct) + up(crossed)).to(dtype)
+    return rnd.store(up(direct) + up(crossed), dtype)
 
 
 def rope(

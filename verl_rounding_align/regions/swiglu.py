@@ -28,4 +28,4 @@ def swiglu(gate: torch.Tensor, up_: torch.Tensor, rnd: Rounding) -> torch.Tensor
         (..., intermediate_size), model dtype.
     """
     act = rnd("act", F.silu(up(gate)), gate.dtype)
-    return (act * up_).to(gate.dtype)
+    return rnd.store(act * up_, gate.dtype)

@@ -1,0 +1,117 @@
+"""Contract of recipes/collapse: it runs, resumes and repeats itself; every arm is what it says (mismatch zero or not, in the
+expected order); stored results have their schema and the page is what they give; outcomes are as the page defines them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1] / "recipes/collapse"
+RESULTS = sorted((ROOT / "results").glob("*.jsonl"))
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """Import a script of the recipe by its name."""
+    monkeypatch.syspath_prepend(ROOT)
+
+    def load(name: str):
+        spec = importlib.util.spec_from_file_location(f"collapse_{name}", ROOT / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(__import__("sys").modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def row(reward: float, step: int, k3: float = 0.1) -> dict:
+    return dict(step=step, reward=reward, k1=k3, k3=k3, differ=1.0, norm=1.0)
+
+
+def run_of(rewards) -> dict:
+    return {"rows": [row(r, 25 * i) for i, r in enumerate(rewards, 1)]}
+
+
+def test_a_grid_runs_is_resumed_and_is_the_same_every_time(recipe, tmp_path, capsys):
+    grid, table = recipe("grid"), recipe("table")
+    out = tmp_path / "smoke.jsonl"
+    rows = grid.execute(grid.GRIDS["smoke"], out, workers=1)
+    assert [r["arm"] for r in rows] == ["none", "all", "same", "tis"]
+    for found in rows:
+        jsonschema.validate(found, table.SCHEMA)
+    out.write_text("".join(line + "\n" for line in out.read_text().splitlines()[1:]))
+    again = {r["arm"]: r["rows"] for r in grid.execute(grid.GRIDS["smoke"], out, workers=1)}
+    assert again == {r["arm"]: r["rows"] for r in rows}
+    assert "3 of 4 runs are there" in capsys.readouterr().out
+    k3 = {arm: found[-1]["k3"] for arm, found in again.items()}
+    assert k3["same"] == 0 < k3["all"] < k3["none"]
+    assert again["tis"] != again["none"]
+
+
+def test_the_only_floor_of_the_aligned_arm_is_kernels_and_order(recipe):
+    """With the trainer's attention, decoding with a cache against whole sequences moves few tokens; the kernel moves most."""
+    from verl_rounding_align import formats
+
+    e = recipe("experiment")
+
+    def gap(bits, kernel, seed=0):
+        e.kernel = kernel
+        pair = e.Pair(e.pretrained(seed, 5), e.ARMS["all"], bits, 1e-3)
+        ids, rollout = pair.sample(e.prompts(32, torch.Generator().manual_seed(1)), torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            return (e.log_probs(pair.trainer, ids) - rollout).ne(0).float().mean().item()
+
+    stored = e.kernel
+    assert gap(4, lambda f: "eager") < 0.2 < 0.5 < gap(4, stored)
+    assert gap(4, lambda f: stored(formats.parse("p16"))) < gap(4, stored)
+
+
+def test_loss_is_verls(recipe):
+    """Oracle: verl's own function, clipped on both sides, with and without importance weights."""
+    core = pytest.importorskip("verl.trainer.ppo.core_algos")
+    from omegaconf import OmegaConf
+
+    e, g = recipe("experiment"), torch.Generator().manual_seed(0)
+    old, new = (torch.randn(40, 5, generator=g) for _ in range(2))
+    advantages = torch.randn(40, 1, generator=g).expand(40, 5)
+    config = OmegaConf.create(
+        dict(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0, global_batch_info={})
+    )
+    for weights in (None, torch.rand(40, 5, generator=g)):
+        expected, _ = core.compute_policy_loss_vanilla(
+            old, new, advantages, torch.ones(40, 5), "token-mean", config, weights
+        )
+        assert torch.allclose(e.policy_loss(new, old, advantages, weights), expected, rtol=1e-6)
+
+
+def test_outcomes_are_as_the_page_defines_them(recipe):
+    outcome = recipe("table").outcome
+    rises = outcome(run_of([0.5, 0.5, 0.6, 0.6, 0.9, 0.9, 0.9, 0.9]))
+    assert rises["collapse"] is None and rises["drop"] == pytest.approx(0)
+    falls = outcome(run_of([0.5, 0.5, 0.9, 0.9, 0.7, 0.7, 0.9, 0.9, 0.7, 0.7, 0.6, 0.6]))
+    assert falls["collapse"] == 250 and falls["drop"] == pytest.approx(0.25)
+    back = outcome(run_of([0.9, 0.9, 0.5, 0.5, 0.85, 0.85, 0.85, 0.85]))
+    assert back["collapse"] is None
+    just = outcome(run_of([0.75, 0.75, 0.625, 0.625, 0.625, 0.625]))
+    assert just["collapse"] == 100
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_stored_results_have_their_schema_and_no_run_twice(path, recipe):
+    schema, names = recipe("table").SCHEMA, set()
+    for line in path.read_text().splitlines():
+        found = json.loads(line)
+        jsonschema.validate(found, schema)
+        names.add(tuple(found[n] for n in ("arm", "bits", "lr", "seed", "steps", "pretrain")))
+    assert len(names) == len(path.read_text().splitlines())
+
+
+def test_the_page_is_what_the_results_give(recipe):
+    for path, text in recipe("table").files().items():
+        assert path.read_text() == text, f"{path.name}: run recipes/collapse/table.py"
