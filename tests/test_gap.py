@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -441,3 +442,54 @@ def test_the_command_measures_a_real_engine(tmp_path):
     assert torch.allclose(whole.log_probs.exp().sum(-1), torch.ones(40), atol=1e-4)
     chosen = torch.cat([rollouts.sequence(i)[int(rollouts.prompts[i]) :] for i in range(len(rollouts))])[whole.at]
     assert torch.allclose(whole.log_probs.gather(1, chosen[:, None])[:, 0], rollouts.log_probs[whole.at], atol=0.05)
+
+
+class Engine:
+    """vLLM's interface, as far as ``generate`` uses it: a response is drawn from a request's seed alone."""
+
+    def __init__(self, prefix_cache: bool = False):
+        ns = SimpleNamespace
+        config = ns(
+            device_config=ns(device_type="cpu"),
+            model_config=ns(logprobs_mode="raw_logprobs"),
+            cache_config=ns(enable_prefix_caching=prefix_cache),
+        )
+        self.llm_engine, self.rounds = ns(vllm_config=config), 0
+
+    def get_tokenizer(self):
+        return SimpleNamespace(chat_template=None, encode=lambda prompt: [ord(c) for c in prompt])
+
+    def generate(self, requests, sampling):
+        self.rounds += 1
+        results = []
+        for s in sampling:
+            rng = np.random.default_rng(s.seed)
+            ids = rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
+            log_probs = [{t: SimpleNamespace(logprob=-float(rng.exponential()))} for t in ids]
+            results.append(
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=log_probs)], num_cached_tokens=0)
+            )
+        return results
+
+
+@pytest.mark.vllm
+def test_an_interrupted_generation_goes_on_after_its_last_round():
+    def sample(engine, **options):
+        return rollout.generate(engine, ["ab", "cde", "f"], 40, seed=7, **options)
+
+    whole, kept = sample(Engine()), []
+
+    def stop(rollouts):
+        kept.append(rollouts)
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(Engine(), keep=stop)
+    again = Engine()
+    resumed = sample(again, kept=kept[-1])
+    for name in ("tokens", "offsets", "prompts", "log_probs"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
+    assert resumed.meta == whole.meta and len(whole) == 3 * (again.rounds + 2)
+    other = rollout.generate(Engine(), ["ab", "cde", "f"], 40, seed=8)
+    assert not torch.equal(other.log_probs[:5], whole.log_probs[:5])
