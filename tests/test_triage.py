@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import resources
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -619,7 +621,15 @@ def test_the_command_ends_with_0_on_a_clean_dump_and_with_1_on_a_fault(tmp_path)
     done = run(tmp_path / "clean.jsonl", "--json", tmp_path / "t.json")
     assert done.exit_code == 0, done.output
     payload = json.loads((tmp_path / "t.json").read_text())
+    schema = json.loads((resources.files(triage.__package__) / "triage.schema.json").read_text())
+    jsonschema.validate(payload, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**payload, "findings": []}, schema)
     assert [f["cause"] for f in payload["findings"]] == [triage.ROUNDING] and payload["versions"]
+    (tmp_path / "page").mkdir()
+    (tmp_path / "t.json").rename(tmp_path / "page" / "triage.json")
+    done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path / "page")])
+    assert done.exit_code == 0 and "rounding-sized" in (tmp_path / "page" / "report.html").read_text()
     write(tmp_path / "t.jsonl", case("temperature", "T = 0.8 scored at 1").pairs)
     done = run(tmp_path / "t.jsonl")
     assert done.exit_code == 1 and "temperature" in done.output
