@@ -112,9 +112,4 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = filled(before)
-    if "--check" in sys.argv[1:]:
-        sys.exit("README.md: measured tables differ from the JSON; run ci/readme.py" if after != before else 0)
-    readme.write_text(after)
+    report.renew(ROOT / "README.md", filled)

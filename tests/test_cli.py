@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +66,34 @@ def test_an_illegal_value_ends_with_a_sentence_and_exit_code_2(model):
         "error: rounding_align='ropee': unknown region 'ropee'; choose from none, rope, swiglu, add_rms_norm, carry, "
         "paper, all, auto (join with +)\n"
     )
+
+
+@pytest.fixture
+def failing_vllm(tmp_path, monkeypatch):
+    """Replace Python in the processes that run vLLM by one that fails as vLLM does: the cause, then noise."""
+    script = tmp_path / "python"
+    script.write_text(
+        "#!/bin/sh\necho 'ValueError: no kernel for head_size 7' >&2\necho 'nanobind: leaked 3' >&2\nexit 3\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+@pytest.mark.parametrize("command", ["gap", "sites"])
+def test_an_engine_that_fails_ends_with_its_reason_and_where_its_log_is(
+    command, model, failing_vllm, tmp_path, capsys, monkeypatch
+):
+    options = ["--out", str(tmp_path / "gap"), "--engine", "vllm_cpu", "--mode", "eager"] if command == "gap" else []
+    monkeypatch.setattr(sys, "argv", ["verl-rounding-align", command, "--model", model, *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (said,) = re.findall(
+        r"^error: vLLM ended with status 3: ValueError: no kernel for head_size 7; see (.*)$",
+        capsys.readouterr().err,
+        re.M,
+    )
+    assert "nanobind: leaked 3" in Path(said).read_text()
 
 
 # ---- plan: which engine, which regions

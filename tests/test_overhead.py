@@ -19,7 +19,7 @@ from tiny import tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from verl_rounding_align import report
-from verl_rounding_align.measure import overhead
+from verl_rounding_align.measure import overhead, shares
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "overhead"
@@ -253,6 +253,38 @@ def test_fp32_head_multiplies_in_fp32():
     assert not torch.equal(out, model(ids, use_cache=False).logits.float())
 
 
+def test_an_fp32_head_over_an_aligned_model_multiplies_what_the_aligned_layers_give():
+    model, ids = tiny("llama", layers=1), tokens()
+    under = overhead.aligned("all", "vllm_compiled", "eager")
+    arm = overhead.fp32_head(under)
+    assert (arm.name, arm.plan, arm.backend) == ("all, and an fp32 LM head", under.plan, "eager")
+    with torch.no_grad():
+        with under.enter(model, "model"):
+            hidden = model.model(ids, use_cache=False).last_hidden_state
+        with arm.enter(model, "model") as call:
+            out = call(ids)
+        with overhead.fp32_head().enter(model, "model") as call:
+            plain = call(ids)
+    assert torch.equal(out, hidden.float() @ model.lm_head.weight.float().T)
+    assert not torch.equal(out, plain)
+
+
+# where time goes
+
+
+def test_every_operator_has_one_kind_and_the_unaligned_pass_is_100_percent(monkeypatch):
+    """Compiled regions take time in the aligned pass, none in the unaligned one; attention and products do in both."""
+    monkeypatch.setattr(shares, "build", lambda *args: ("tiny", tiny("llama", layers=1)))
+    found = shares.shares(shape="tiny", plans=("swiglu",), tokens=64, threads=1, passes=2)
+    none, aligned = found["shares"]["none"], found["shares"]["swiglu"]
+    assert set(none) == set(aligned) == set(shares.KINDS) and sum(none.values()) == pytest.approx(100)
+    for kind in ("matrix products", "attention", "loss", "other operators"):
+        assert none[kind] > 0 and aligned[kind] > 0, kind
+    for kind in ("compiled regions", "calling them"):
+        assert none[kind] == 0 < aligned[kind], kind
+    assert shares.render(found).row_count == len(shares.KINDS) + 1
+
+
 # what a user would pick instead
 
 
@@ -270,7 +302,14 @@ def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatc
     found = overhead.run_alternatives(
         shape="tiny", plans=["rope"], tokens=32, lengths=3, device="cpu", threads=1, pairs=5, progress=False
     )
-    names = ["rope", "torch.compile", "torch.compile, emulate_precision_casts", "fp32 LM head", "Liger"]
+    names = [
+        "rope",
+        "torch.compile",
+        "torch.compile, emulate_precision_casts",
+        "fp32 LM head",
+        "rope, and an fp32 LM head",
+        "Liger",
+    ]
     assert [r.arm for r in found] == names
     by_name = dict(zip(names, found, strict=True))
     assert by_name["Liger"].measured == "not measured: Liger's kernels are Triton kernels for a GPU"
@@ -281,7 +320,8 @@ def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatc
     assert by_name["rope"].graphs_first == 1 and by_name["rope"].graphs_lengths == 0
     assert by_name["torch.compile"].graphs_first >= 1 and by_name["torch.compile"].graphs_lengths >= 1
     assert by_name["fp32 LM head"].graphs_first == by_name["fp32 LM head"].graphs_lengths == 0
-    assert overhead.render_alternatives(found).row_count == 5
+    assert by_name["rope, and an fp32 LM head"].graphs_first == 1
+    assert overhead.render_alternatives(found).row_count == 6
 
 
 # the GPU script, on a CPU

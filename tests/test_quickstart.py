@@ -172,8 +172,10 @@ def test_grpo_aligned_to_what_the_engine_was_asked(quickstart, tmp_path):
     """Compiled vLLM rollouts, FSDP2 actor and reference: five add-norm, two RoPE and two SwiGLU sites in two layers. The
     driver probes vLLM, and the running workers say that they are what was probed."""
     dump = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
+    saved = [f"trainer.default_local_dir={tmp_path / 'checkpoints'}", "trainer.save_freq=3"]
+    more = [word for override in (dump, *saved) for word in ("--verl", override)]
     kept = str(tmp_path / "kept")
-    done = run(tmp_path, "--arms", "auto", "--steps", "3", "--verl", dump, VERL_ROUNDING_ALIGN_CACHE=kept)
+    done = run(tmp_path, "--arms", "auto", "--steps", "3", *more, VERL_ROUNDING_ALIGN_CACHE=kept)
     assert done.returncode == 0, done.stderr[-3000:]
     (arm,) = json.loads((tmp_path / "summary.json").read_text())["arms"]
     assert arm["steps"] == 3 and arm["sites_actor"] == 9
@@ -198,6 +200,18 @@ def test_grpo_aligned_to_what_the_engine_was_asked(quickstart, tmp_path):
         assert shares == [0, 0, 0] and row["rounding_align/phantom_missing"] == 0
         assert row["rounding_align/trend"] is None and row["rounding_align/alarm"] == 0  # verl logs NaN as null
     assert "missing: " not in log and "rollout dump" not in log
+    assert "trend of mismatch_k3" not in log  # a run that starts says nothing
+    # the same run, resumed from verl's checkpoint, aligned again and with the history of the trend
+    resume = [*saved, "trainer.resume_mode=auto"]
+    (row,) = quickstart.train("rope", 4, tmp_path / "resumed", tmp_path / "assets", more=resume, first=4)
+    assert row["rounding_align/sites_actor"] == 2 and row["rounding_align/alarm"] == 0
+    log = (tmp_path / "resumed" / "train.log").read_text()
+    history = tmp_path / "checkpoints" / "rounding_align_trend.json"
+    assert f"trend of mismatch_k3: resumed at step 3 with 3 steps of {history}" in log
+    # what it holds: the four steps' mismatch, of two processes
+    held = json.loads(history.read_text())
+    values = [math.log(step["rounding_align/mismatch_k3"]) for step in (*logged, row)]
+    assert held["steps"] == [1, 2, 3, 4] and held["x"] == pytest.approx(values)
 
 
 def check_dump(row: dict, file: Path) -> None:

@@ -353,9 +353,11 @@ def triage(
 
 
 def main() -> None:
-    """Run the command line; a ValueError is a message for the user: printed without a traceback, exit code 2."""
+    """Run the command line; a ValueError, or an engine that failed, is a message: without a traceback, exit code 2."""
+    from .engine.failed import EngineFailed
+
     try:
         app()
-    except ValueError as error:
+    except (ValueError, EngineFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,7 +8,8 @@ import json
 import math
 import platform
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -142,6 +143,20 @@ def filled(text: str, name: str, content: str) -> str:
     if count != 1:
         raise ValueError(f"README.md: {count} places for the table {name!r}, expected one")
     return text
+
+
+def renew(page: Path, filled: Callable[[str], str]) -> None:
+    """Write a page anew; with ``--check`` among the command's arguments, only exit with 1 if it would change.
+
+    Args:
+        page: a file that holds tables (see :func:`filled`).
+        filled: from its text to its text with every table renewed.
+    """
+    before = page.read_text()
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        sys.exit(f"{page.name}: differs from the results; run {sys.argv[0]}" if after != before else 0)
+    page.write_text(after)
 
 
 def progress():

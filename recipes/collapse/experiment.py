@@ -81,7 +81,7 @@ def rewards(ids: torch.Tensor) -> torch.Tensor:
 # ---- policies
 
 
-def model(seed: int, attention: str) -> Qwen3ForCausalLM:
+def model(seed: int, attention: str, head_dim: int = 16) -> Qwen3ForCausalLM:
     """Return a tiny Qwen3, fp32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -91,7 +91,7 @@ def model(seed: int, attention: str) -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=32,
         initializer_range=0.125,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
@@ -216,9 +216,9 @@ def group_advantages(reward: torch.Tensor) -> torch.Tensor:
     return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)).view(-1, 1)
 
 
-def pretrained(seed: int, steps: int) -> Qwen3ForCausalLM:
+def pretrained(seed: int, steps: int, head_dim: int = 16) -> Qwen3ForCausalLM:
     """Return a model after ``steps`` supervised steps in fp32: the same start for every arm and format."""
-    policy, g = model(seed, "sdpa"), torch.Generator().manual_seed(seed)
+    policy, g = model(seed, "sdpa", head_dim), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     for _ in range(steps):
         ids = prompts(64, g)

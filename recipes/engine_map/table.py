@@ -6,7 +6,6 @@ Releases that were run come from ``results/*.json``; the CUDA rows are the prese
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -199,11 +198,4 @@ def filled(text: str, records: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    readme = HERE / "README.md"
-    before = readme.read_text()
-    after = filled(before, load())
-    if "--check" in sys.argv[1:]:
-        sys.exit(
-            "README.md: the table differs from the results; run recipes/engine_map/table.py" if after != before else 0
-        )
-    readme.write_text(after)
+    report.renew(HERE / "README.md", lambda text: filled(text, load()))

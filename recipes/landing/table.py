@@ -1,7 +1,6 @@
 """Write the tables of README.md from results/; --check: fail if they differ."""
 
 import json
-import sys
 from pathlib import Path
 
 from verl_rounding_align import report
@@ -43,9 +42,4 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = HERE / "README.md"
-    before = readme.read_text()
-    after = filled(before)
-    if "--check" in sys.argv[1:]:
-        sys.exit("README.md: tables differ from the results; run recipes/landing/table.py" if after != before else 0)
-    readme.write_text(after)
+    report.renew(HERE / "README.md", filled)

@@ -1,5 +1,6 @@
-"""Measure the overhead recipe: targets (two models, forward and backward), every group and phase, alternatives, memory
-with checkpointing. Each part writes one JSON file with versions, device and samples; parts can be chosen by name.
+"""Measure the overhead recipe: targets (two models, forward and backward), where time goes, every group and phase,
+alternatives, memory with checkpointing. Each part writes one JSON file with versions, device and samples; parts can be
+chosen by name.
 
 Takes about an hour on two CPU cores, ``targets`` 20 minutes of it; ratios, not times, carry over to another machine.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from verl_rounding_align import report
 from verl_rounding_align.measure import overhead
+from verl_rounding_align.measure import shares as profiler
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 1024
@@ -26,9 +28,10 @@ def _rows(shape: str, layers: int | None, **options) -> list:
     return rows
 
 
-def _write(name: str, rows) -> None:
-    """Write rows with versions and the load average, which says how quiet the machine was."""
-    report.write_json(RESULTS / f"{name}.json", {"load": os.getloadavg(), "rows": [r.as_dict() for r in rows]})
+def _write(name: str, found) -> None:
+    """Write rows (or one table) with versions and the load average, which says how quiet the machine was."""
+    payload = found if isinstance(found, dict) else {"rows": [r.as_dict() for r in found]}
+    report.write_json(RESULTS / f"{name}.json", {"load": os.getloadavg(), **payload})
 
 
 def targets(shape: str, layers: int | None) -> None:
@@ -50,6 +53,13 @@ def table(shape: str, layers: int | None) -> None:
     rows = _rows(shape, 2, region_backends=("compile",), scopes=("layers",), pairs=9)
     rows += _rows(shape, 2, plans=("rope", "all"), region_backends=("eager",), scopes=("layers",), pairs=9)
     _write(f"table-{shape}", rows)
+
+
+def shares(shape: str, layers: int | None) -> None:
+    """Where the time of a pass goes, unaligned and aligned."""
+    found = profiler.shares(shape=shape, layers=layers, plans=("rope", "paper", "all"), tokens=TOKENS, threads=1)
+    report.show(profiler.render(found))
+    _write(f"shares-{shape}", found)
 
 
 def checkpointing(shape: str, layers: int | None) -> None:
@@ -77,7 +87,7 @@ def alternatives(shape: str, layers: int | None) -> None:
     _write(f"alternatives-{shape}", rows)
 
 
-PARTS = {f.__name__: f for f in (targets, table, checkpointing, alternatives)}
+PARTS = {f.__name__: f for f in (targets, shares, table, checkpointing, alternatives)}
 
 
 def main() -> int:

@@ -123,8 +123,10 @@ def read_metrics(path: Path) -> list[dict]:
     return [{"step": row["step"], **row["data"]} for row in map(json.loads, complete.splitlines())]
 
 
-def train(arm: str, steps: int, folder: Path, assets: Path, on_step=lambda row: None, more=()) -> list[dict]:
+def train(arm: str, steps: int, folder: Path, assets: Path, on_step=lambda row: None, more=(), first=1) -> list[dict]:
     """Run verl's trainer in a process of its own, with `more` overrides, and return its metrics, one row per step.
+
+    `first` is the step that a resumed run starts with.
 
     Raises:
         RuntimeError: if the trainer fails, hangs, or logs another number of steps.
@@ -156,7 +158,7 @@ def train(arm: str, steps: int, folder: Path, assets: Path, on_step=lambda row: 
     rows = read_metrics(metrics)
     for row in rows[seen:]:
         on_step(row)
-    if [row["step"] for row in rows] != list(range(1, steps + 1)):
+    if [row["step"] for row in rows] != list(range(first, steps + 1)):
         raise RuntimeError(f"{arm}: {steps} steps asked for, {len(rows)} logged in {metrics}; see {log}")
     return rows
 

@@ -1,7 +1,8 @@
 """Detection rate of each kind and size of fault, and false alarms on clean runs, at 2,000 tokens.
 
-Each draw takes whole sequences at random until 2,000 tokens are there; ``triage`` sees the log-probs alone, without the
-run's settings. Detected: the first cause named is the expected one. Writes ``results/calibration.json``.
+Each draw takes whole sequences at random until 2,000 tokens are there; ``triage`` sees the log-probs alone, but
+where a row says so. Detected: the first cause named is the expected one. Causes that settings decide get theirs; weights and RoPE parameters are
+also compared (digests, frequencies). Writes ``results/calibration.json``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import make_inputs as inputs
 
 from verl_rounding_align import report
 from verl_rounding_align.measure import triage as tool
+from verl_rounding_align.measure.facts import Facts
 from verl_rounding_align.measure.pairs import Pairs
 from verl_rounding_align.measure.rollout import Rollouts
 
@@ -37,9 +39,9 @@ class Case:
     size: str
     pairs: Pairs
     also: tuple[str, ...] = ()  # names that are right too
-    part: np.ndarray | None = (
-        None  # (sequences,) bool, those with the fault: a draw holds two of either kind, or shows nothing
-    )
+    # (sequences,) bool, those with the fault: a draw holds two of either kind, or shows nothing
+    part: np.ndarray | None = None
+    facts: Facts = Facts()  # what is known beside log-probs
 
 
 Store = Mapping[str, np.ndarray]  # of make_inputs.store
@@ -96,15 +98,24 @@ def cases(store: Store) -> Iterator[Case]:
         yield Case(
             tool.ROUNDING, "eager, random Qwen3", pairs_of(store, "random qwen3", store["random qwen3/trainer 1"])
         )
-        pairs = pairs_of(store, "random qwen3_moe", store["random qwen3_moe/trainer 1"])
-        yield Case("moe-routing", "random Qwen3-MoE, 16 experts", pairs)
+    for name, experts in (("random qwen3_moe", 16), ("random qwen3_moe_64", 64)):
+        if f"{name}/rollout" in store:
+            pairs = pairs_of(store, name, store[f"{name}/trainer 1"])
+            yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts", pairs)
     if "clean/rollout" in store:
-        yield from changed(pairs_of(store, "clean", store["clean/trainer 1"]))
+        base = pairs_of(store, "clean", store["clean/trainer 1"])
+        yield from changed(base)
+        yield from settings(base)
+        yield replace(stepped(base, base), cause=tool.ROUNDING, size="eager, over 8 steps")
     for name in sorted(n for n in store if n.startswith("fault ")):
         _, kind, size = name.split(" ", 2)
         cause, text = FAULTS[kind]
         pairs = pairs_of(store, "clean", store[name])
         yield Case(cause, text.format(size), pairs, ("growth-with-length",) if kind == "cut" else ())
+        if kind == "noise":  # as where an update did not reach the engine
+            yield replace(
+                stepped(base, pairs), size=f"noise of {size} of its size on every matrix, from step 4 of 8 on"
+            )
         if kind == "rope":  # as where a scaling is switched on by length (LongRoPE)
             lengths = np.diff(pairs.offsets)
             long = np.repeat(lengths + pairs.prompts > LONG, lengths)
@@ -112,6 +123,33 @@ def cases(store: Store) -> Iterator[Case]:
             mixed = replace(pairs, trainer=np.where(long, pairs.trainer, right))
             part = lengths + pairs.prompts > LONG
             yield Case("growth-with-length", f"RoPE {size} in sequences of more than {LONG} tokens", mixed, part=part)
+
+
+def stepped(before: Pairs, after: Pairs) -> Case:
+    """Return sequences dealt to 8 training steps, those of the last four with the scores of ``after``."""
+    step = np.arange(len(before)) % 8
+    late = np.repeat(step >= 4, np.diff(before.offsets))
+    pairs = replace(before, trainer=np.where(late, after.trainer, before.trainer), steps=step)
+    return Case("changes-with-step", "", pairs, part=step >= 4)
+
+
+def settings(base: Pairs) -> Iterator[Case]:
+    """Yield what a setting makes of a clean run."""
+    ratio = Facts(sequence_ratio="algorithm.rollout_correction.rollout_is=sequence")
+    for length, cause in ((20, tool.ROUNDING), (60, tool.ROUNDING), (600, RATIO), (1000, RATIO)):
+        yield Case(cause, f"responses of {length} tokens, rollout_is=sequence", pieces(base, length), facts=ratio)
+    yield Case("unsupported-backend", "strategy=megatron", base, facts=Facts(strategy="megatron"))
+    yield Case("missing-log-probs", "calculate_log_probs=False", base, facts=Facts(calculate_log_probs=False))
+    yield Case("missing-log-probs", "bypass_mode=True", base, facts=Facts(bypass=True))
+
+
+RATIO = "sequence-level-ratio"
+
+
+def pieces(base: Pairs, length: int) -> Pairs:
+    """Return the same tokens as responses of one length: cut from longer ones, or joined from shorter."""
+    n = len(base.rollout) // length
+    return Pairs.of(base.rollout[: n * length], base.trainer[: n * length], np.arange(n + 1) * length)
 
 
 LONG = 270
@@ -191,7 +229,7 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
 
 def rate(case: Case, tokens: int, n: int) -> dict:
     """Return how often triage names what is there."""
-    named = Counter(tool.triage(sample)[0].cause for sample in draws(case, tokens, n, seed=1))
+    named = Counter(tool.triage(sample, case.facts)[0].cause for sample in draws(case, tokens, n, seed=1))
     hits = sum(named[cause] for cause in (case.cause, *case.also))
     return dict(
         cause=case.cause, also=case.also, size=case.size, hits=hits, draws=n, interval=wilson(hits, n),
@@ -200,9 +238,61 @@ def rate(case: Case, tokens: int, n: int) -> dict:
     )  # fmt: skip
 
 
+def compared(model: str, n: int) -> Iterator[dict]:
+    """Yield how often comparing two sides finds what differs: weights by digests, RoPE by frequencies, and nothing by neither."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl_rounding_align.measure import rope, weights
+
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    mine, matrices = weights.digest_hf(trainer), dict(trainer.named_parameters())
+    names = [name for name, weight in matrices.items() if weight.ndim == 2]
+
+    def noise(size):
+        def change(weight, draw):
+            return weight + size * weight.pow(2).mean().sqrt() * torch.randn(weight.shape, generator=draw)
+
+        return change
+
+    def nudged(weight, draw):  # one number, to the next that bf16 has
+        place = int(torch.randint(weight.numel(), (1,), generator=draw))
+        bits = weight.bfloat16().flatten().view(torch.int16)
+        bits[place] += 1
+        return bits.view(torch.bfloat16).view(weight.shape).float()
+
+    def bits(weight, draw):  # what a cast to fp32 masters and back does
+        return weight.clone()
+
+    for size, change in (
+        ("noise of 0.003 of its size on one matrix", noise(3e-3)), ("noise of 0.001 of its size on one matrix", noise(1e-3)),
+        ("one number of one matrix by one bf16 step", nudged), ("one matrix through fp32 and back", bits),
+    ):  # fmt: skip
+        named = Counter()
+        for seed in range(n):
+            draw = torch.Generator().manual_seed(seed)
+            name = names[int(torch.randint(len(names), (1,), generator=draw))]
+            other = {**mine, name: weights.digest(change(matrices[name].detach().float(), draw))}
+            found = tool.compare_weights(mine, other)
+            named[found.cause if found else tool.ROUNDING] += 1
+        yield dict(cause=tool.ROUNDING if change is bits else "weights", size=size, named=dict(named), comparisons=n)
+    config = AutoConfig.from_pretrained(model)
+    for size, parameters in (
+        ("theta x1.001", dict(rope_theta=config.rope_parameters["rope_theta"] * 1.001)),
+        ("theta x2", dict(rope_theta=config.rope_parameters["rope_theta"] * 2)),
+        ("linear x1.001", dict(rope_type="linear", factor=1.001)), ("the same parameters", {}),
+    ):  # fmt: skip
+        other = AutoConfig.from_pretrained(model)
+        other.rope_parameters = {**other.rope_parameters, **parameters}
+        found = tool.compare_rope(rope.of_config(config), rope.of_config(other))
+        cause = "rope-parameters" if parameters else tool.ROUNDING
+        yield dict(cause=cause, size=size, named={found.cause if found else tool.ROUNDING: 1}, comparisons=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--gap", type=Path, help="folder that `verl-rounding-align gap` left, for more clean runs")
+    parser.add_argument("--model", default=str(inputs.ROOT / ".cache/smollm2-135m"), help="folder of the checkpoint")
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/calibration.json")
@@ -215,7 +305,11 @@ def main() -> None:
             f"{r['cause']:24s} {r['size']:44s} {r['hits']:4d} of {r['draws']}  k3 {r['k3']:.2g}  {json.dumps(r['others'])}",
             flush=True,
         )
-    report.write_json(options.json, {"tokens": options.tokens, "rows": rows})
+    comparisons = list(compared(options.model, 20))
+    for r in comparisons:
+        print(f"{r['cause']:24s} {r['size']:44s} {json.dumps(r['named'])} of {r['comparisons']}", flush=True)
+    seed = inputs.seed()
+    report.write_json(options.json, {"seed": seed, "tokens": options.tokens, "rows": rows, "compared": comparisons})
 
 
 if __name__ == "__main__":

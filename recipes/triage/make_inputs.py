@@ -40,11 +40,15 @@ RUNS = {
     "raw_t0.8": ("raw_logprobs", 0.8, 1.0, 0),
     "raw_topp0.9": ("raw_logprobs", 1.0, 0.9, 0),
 }
+# folder: (family, its options), of random models
+MOE = dict(moe_intermediate_size=64, mlp_only_layers=[])
 RANDOM = {
-    "qwen3": {},
-    "qwen3_moe": dict(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[]),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", dict(num_experts=16, num_experts_per_tok=2, **MOE)),
+    "qwen3_moe_64": ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, **MOE)),
 }
-SEED = 20
+TUNED = 20  # seed of the rollouts that thresholds were set with, and that tests record
+SEED = 21  # of those that rates are measured on
 SEQUENCES = 28  # of a run, that trainers score
 NOISES = (0.05, 0.02, 0.1, 0.01, 0.003)
 WINDOWS = (64, 128)
@@ -59,36 +63,41 @@ def prompts() -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def generate(model: str, mode: str, tokens: int) -> None:
+def seed() -> int:
+    """Return the seed of the rollouts that are there."""
+    return json.loads((OUT / "clean" / "rollouts.json").read_text())["seed"]
+
+
+def generate(model: str, mode: str, tokens: int, seed: int) -> None:
     """Sample every setting of one log-probs mode, in this process."""
     engine = None
     for name, (logprobs_mode, temperature, top_p, top_k) in RUNS.items():
         if logprobs_mode != mode or (OUT / name / "rollouts.safetensors").exists():
             continue
-        engine = engine or rollout.start(model, eager=True, seed=SEED, logprobs_mode=mode)
-        options = dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=SEED)
+        engine = engine or rollout.start(model, eager=True, seed=seed, logprobs_mode=mode)
+        options = dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         rollout.generate(engine, prompts(), tokens, **options, model=model, mode="eager").save(OUT / name)
 
 
-def random_model(family: str, tokenizer: str) -> Path:
+def random_model(name: str, tokenizer: str) -> Path:
     """Return the folder of a small random model, made if it is not there, with another model's tokenizer (49,152 tokens)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = OUT / "models" / family
+    folder, (family, options) = OUT / "models" / name, RANDOM[name]
     if not folder.exists():
         torch.manual_seed(0)
         config = AutoConfig.for_model(
             family, vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, **RANDOM[family],
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, **options,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if "norm" in name:
+            for path, weight in model.named_parameters():
+                if "norm" in path:
                     weight.copy_(1 + 0.3 * torch.randn_like(weight))
                 else:  # so that distributions are not flat, and experts differ
                     scale = {"embed_tokens": 15, "lm_head": 15, "gate": 10}
-                    weight.mul_(scale.get(name.split(".")[-2], 3))
+                    weight.mul_(scale.get(path.split(".")[-2], 3))
         model.save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(Path(tokenizer) / file, folder / file)
@@ -263,6 +272,7 @@ def main() -> None:
     parser.add_argument(
         "--mode", help="only sample under this log-probs mode, or of this random model, in this process"
     )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the rollouts; thresholds were set with {TUNED}")
     parser.add_argument("--no-score", action="store_true")
     parser.add_argument("--record", type=Path, help="only write the tests' part of the inputs into this folder")
     options = parser.parse_args()
@@ -271,7 +281,7 @@ def main() -> None:
     if options.mode in RANDOM:
         return generate_random(options.mode, options.model)
     if options.mode:
-        return generate(options.model, options.mode, options.tokens)
+        return generate(options.model, options.mode, options.tokens, options.seed)
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -281,6 +291,7 @@ def main() -> None:
         if all((OUT / name / "rollouts.safetensors").exists() for name in names):
             continue
         command = [sys.executable, __file__, "--mode", mode, "--model", options.model, "--tokens", str(options.tokens)]
+        command += ["--seed", str(options.seed)]
         with (OUT / f"{mode}.log").open("w") as log:
             subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
     if not options.no_score:

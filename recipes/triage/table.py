@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from verl_rounding_align import report
@@ -18,7 +17,7 @@ def table(results: dict) -> str:
     rows = results["rows"]
     clean = [row for row in rows if row["cause"] == ROUNDING]
     false = sum(row["draws"] - row["hits"] for row in clean)
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines = []
     for row in sorted(rows, key=lambda row: row["cause"] != ROUNDING):
         low, high = row["interval"]
         wanted = 0.98 if row["cause"] == ROUNDING else 0.95
@@ -27,19 +26,25 @@ def table(results: dict) -> str:
             "yes" if row["hits"] >= wanted * row["draws"] else "no",
             ", ".join(f"{cause} {n}" for cause, n in row["others"].items()),
         ])  # fmt: skip
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    text = report.markdown(COLUMNS, lines)
     total = sum(row["draws"] for row in clean)
     return f"{text}\n\nFalse alarms on clean runs: {false} of {total} draws ({false / total:.2%}); {results['tokens']:,} tokens a draw."
 
 
-def main() -> None:
-    readme = HERE / "README.md"
-    before = readme.read_text()
-    after = report.filled(before, "triage", table(json.loads((HERE / "results/calibration.json").read_text())))
-    if "--check" in sys.argv[1:]:
-        sys.exit("README.md: the table differs from the results; run recipes/triage/table.py" if after != before else 0)
-    readme.write_text(after)
+def compared(results: dict) -> str:
+    """Return the Markdown table of what comparing both sides finds."""
+    lines = []
+    for row in results["compared"]:
+        named = ", ".join(f"{cause} {n}" for cause, n in row["named"].items())
+        lines.append([row["cause"], row["size"], f"{named} of {row['comparisons']}"])
+    return report.markdown(["what there is", "size", "named, of comparisons"], lines)
+
+
+def filled(text: str) -> str:
+    """Return README text with both tables renewed."""
+    results = json.loads((HERE / "results/calibration.json").read_text())
+    return report.filled(report.filled(text, "triage", table(results)), "compared", compared(results))
 
 
 if __name__ == "__main__":
-    main()
+    report.renew(HERE / "README.md", filled)

@@ -10,5 +10,6 @@ follow.py        pure: one decoder layer in such graphs, its rounding points fol
 sites.py         pure: the site map, engine beside trainer and preset; rendering, JSON
 sites_vllm.py    vLLM's real model in a process of its own: ``run_sites``
 result.py        what a probe found: JSON, and the preset that follows
+failed.py        the error of an engine whose process ended badly
 auto.py          ``rounding_align=auto``: probe the engine at hand once, and keep the result
 """

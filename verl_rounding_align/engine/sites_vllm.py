@@ -31,6 +31,7 @@ from unittest import mock
 
 from ..presets import Preset, resolve
 from . import inductor, sites
+from .failed import EngineFailed
 from .follow import layer_of
 from .sites import SiteMap
 from .spec import ModelSpec
@@ -90,14 +91,14 @@ def _run(model: str, mode: str, layers: int, split: bool) -> SiteMap:
         command = [sys.executable, "-m", "verl_rounding_align.engine.sites_vllm", str(folder)]
         status = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
     if not (folder / "graphs.json").exists():
-        raise RuntimeError(f"vLLM ended with status {status}; see {folder / 'sites.log'}")
+        raise EngineFailed.of(status, folder / "sites.log")
     found = json.loads((folder / "graphs.json").read_text())
     shutil.rmtree(folder)
     graphs, trainer = ([inductor.Graph.from_dict(g) for g in found.pop(key)] for key in ("graphs", "trainer"))
     trainer = [sites.as_engine(g, layers) for g in trainer]
     layered = [g for g in graphs if any(layer_of(v.module)[0] is not None for v in g.values)]
     if split and len(layered) < 2:
-        raise RuntimeError(f"split: vLLM {found['version']} compiled one graph; its config was not taken as piecewise")
+        raise EngineFailed(f"split: vLLM {found['version']} compiled one graph; its config was not taken as piecewise")
     split = mode == "compiled" and len(layered) > 1  # on CUDA it splits by itself
     name = Path(model).name or model  # a file that travels should not hold this machine's paths
     found["notes"] = tuple(found["notes"])

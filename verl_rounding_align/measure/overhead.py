@@ -321,9 +321,15 @@ def whole_model_compile(emulate: bool = False) -> Arm:
     return Arm("torch.compile" + (", emulate_precision_casts" if emulate else ""), "none", "-", enter)
 
 
-def fp32_head() -> Arm:
-    """Return the arm whose LM head multiplies in fp32 (scope ``model`` only)."""
+def fp32_head(under: Arm | None = None) -> Arm:
+    """Return the arm whose LM head multiplies in fp32 (scope ``model`` only).
 
+    Args:
+        under: the arm that runs the layers; None for an unaligned model.
+    """
+    layers = under or unaligned()
+
+    @contextlib.contextmanager
     def enter(model, scope):
         _choose("scope", scope, ("model",))
         stack, head = model.get_decoder(), model.get_output_embeddings()
@@ -332,9 +338,10 @@ def fp32_head() -> Arm:
             hidden = stack(input_ids=ids, use_cache=False).last_hidden_state
             return F.linear(hidden.float(), head.weight.float())
 
-        return contextlib.nullcontext(call)
+        with layers.enter(model, scope):
+            yield call
 
-    return Arm("fp32 LM head", "none", "-", enter)
+    return Arm(f"{under.name}, and an fp32 LM head" if under else "fp32 LM head", layers.plan, layers.backend, enter)
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -413,7 +420,7 @@ def device_name(device: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
     """A model with its input sets and optimizer, ready to be timed."""
 
     model: torch.nn.Module
@@ -423,7 +430,7 @@ class _Bench:
     device: str
 
     @classmethod
-    def make(cls, model, scope: str, tokens: int, device: str, sets: int = 3, seed: int = 0) -> _Bench:
+    def make(cls, model, scope: str, tokens: int, device: str, sets: int = 3, seed: int = 0) -> Bench:
         generator = torch.Generator(device).manual_seed(seed)
         config = model.config
         if scope == "model":
@@ -488,7 +495,7 @@ def _seconds(run: Callable[[], None], device: str) -> dict[str, float]:
 
 
 def time_pairs(
-    bench: _Bench, baseline: Arm, variant: Arm, phase: str, pairs: int, warmup: int, repeats: int, optimizer, tick
+    bench: Bench, baseline: Arm, variant: Arm, phase: str, pairs: int, warmup: int, repeats: int, optimizer, tick
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the samples of baseline and variant by clock: A B, B A, A B, ..., pair i on input set i.
 
@@ -575,7 +582,7 @@ def measure(
     rows = []
     with _progress(len(scopes) * len(phases) * len(arms) * 2 * (pairs + warmup), progress) as tick:
         for scope in scopes:
-            bench = _Bench.make(model, scope, tokens, device, seed=seed)
+            bench = Bench.make(model, scope, tokens, device, seed=seed)
             baseline_memory = None
             for phase in phases:
                 for arm in arms:
@@ -794,14 +801,14 @@ def run_alternatives(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     arms = [aligned(regions, engine, "compile") for regions in plans]
-    arms += [whole_model_compile(), whole_model_compile(emulate=True), fp32_head()]
+    arms += [whole_model_compile(), whole_model_compile(emulate=True), fp32_head(), fp32_head(arms[-1])]
     out = []
     with cpu_threads(threads):
         label, lm = build(model, shape, family, layers, device, seed)
-        bench = _Bench.make(lm, "model", tokens, device, seed=seed)
+        bench = Bench.make(lm, "model", tokens, device, seed=seed)
         draw = random.Random(seed)
         varied = [bench.inputs[0][:, : draw.randrange(tokens // 4, tokens)] for _ in range(lengths)]
-        runs = _Bench(lm, "model", tuple(varied), (), device)
+        runs = Bench(lm, "model", tuple(varied), (), device)
 
         def over_lengths(call):
             for i in range(lengths):

@@ -25,6 +25,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,9 +39,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .. import report
+from ..engine.failed import EngineFailed
 from .pairs import Pairs
 
 PREFILL, NEXT_TOKENS = "prefill", "next_tokens"
+LENGTH = 256  # most response tokens of a sequence
 
 
 def save(file: Path, arrays: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -118,7 +121,7 @@ class NextTokens:
 def start(
     model: str,
     eager: bool,
-    length: int = 256,
+    length: int = LENGTH,
     seed: int = 0,
     sequences_at_once: int = 64,
     prefix_cache: bool = False,
@@ -186,7 +189,7 @@ def generate(
     engine,
     prompts: list[str],
     tokens: int,
-    length: int = 256,
+    length: int = LENGTH,
     temperature: float = 1.0,
     seed: int = 0,
     top_p: float = 1.0,
@@ -316,18 +319,19 @@ def make(
     tokens: int,
     eager: bool,
     extras: dict[str, int] | None = None,
-    progress: Callable[[int], None] = lambda n: None,
+    progress: Callable[[int, float], None] = lambda n, share: None,
     **options,
 ) -> Rollouts:
     """Return the rollouts in ``folder``, made by vLLM in a process of its own if they are not there.
 
     Args:
         extras: ``prefill`` (1) and ``next_tokens`` (how many positions): what else to ask the engine about them.
-        progress: called now and then with the number of response tokens that are kept so far.
+        progress: called now and then with the number of response tokens that are kept so far, and the share of the
+            current round's responses that have ended (0 to 1).
         options: of :func:`generate` and :func:`start`, e.g. length, temperature, seed, sequences_at_once, prefix_cache.
 
     Raises:
-        RuntimeError: vLLM failed; its output is in ``rollouts.log``.
+        EngineFailed: vLLM failed; its output is in ``rollouts.log``.
         ValueError: ``folder`` holds rollouts made in another way.
     """
     asked = dict(model=str(model), mode="eager" if eager else "compiled", prompts=digest(prompts), **options)
@@ -341,7 +345,8 @@ def make(
         if {**before, "extras": missing, "tokens": tokens} != request:
             shutil.rmtree(folder / "partial", ignore_errors=True)  # of another request
         file.write_text(json.dumps(request))
-        with (folder / "rollouts.log").open("w") as log:
+        said = folder / "rollouts.log"
+        with said.open("w") as log:
             command = [sys.executable, "-m", __spec__.name, str(folder)]
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
@@ -351,13 +356,22 @@ def make(
                 while process.poll() is None:
                     time.sleep(1)
                     kept = folder / "partial" / "rollouts.json"
-                    if kept.exists():
-                        progress(json.loads(kept.read_text())["response_tokens"])
+                    tokens = json.loads(kept.read_text())["response_tokens"] if kept.exists() else 0
+                    if not (folder / "rollouts.safetensors").exists():
+                        progress(tokens, _share(said))
             finally:
                 process.kill()
         if process.returncode:
-            raise RuntimeError(f"vLLM ended with status {process.returncode}; see {folder / 'rollouts.log'}")
+            raise EngineFailed.of(process.returncode, said)
     return Rollouts.load(folder)
+
+
+def _share(log: Path) -> float:
+    """Return the share of responses that have ended, of the last progress line that vLLM wrote (for display alone); 0 if none."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2000))
+        found = re.findall(rb"Processed prompts:[^\r\n]*?\| (\d+)/(\d+)", file.read())
+    return int(found[-1][0]) / max(1, int(found[-1][1])) if found else 0.0
 
 
 def _lacks(folder: Path, name: str, n: int) -> bool:
@@ -386,7 +400,7 @@ def run(
     tokens: int,
     eager: bool,
     extras: dict[str, int],
-    length: int = 256,
+    length: int = LENGTH,
     seed: int = 0,
     sequences_at_once: int = 64,
     prefix_cache: bool = False,

@@ -96,14 +96,19 @@ def run_gap(
         folder, eager = out / name, name == "eager"
         with report.progress() as progress:
             task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=tokens)
-            advance = lambda n, task=task, progress=progress: progress.update(task, completed=n)  # noqa: E731
+
+            def advance(n: int, share: float, task=task, progress=progress) -> None:
+                most = len(lines) * rollout.LENGTH * share  # of this round
+                progress.update(task, completed=min(n + most, tokens))
+
             made = rollout.make(folder, model, lines, tokens, eager, extras, advance, **options)
             progress.update(task, completed=tokens)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
-                task = progress.add_task(title, total=None)
+                task = progress.add_task(title, total=1)
                 few = lines[:NOISE_PROMPTS]
-                varied = rollout.make(folder / variant, model, few, 1, eager, **options, **how)
-                progress.update(task, total=1, completed=1)
+                tell = lambda n, share, task=task, progress=progress: progress.update(task, completed=share)  # noqa: E731
+                varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
+                progress.update(task, completed=1)
                 if varied.meta.get("cached_prompt_tokens") == 0:
                     progress.print(f"no row for {title}: the prompts are shorter than one of its blocks")
         if made.meta["device"] != device:

@@ -528,71 +528,81 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return slope, float(np.sqrt((x * x * rest * rest).sum()) / total)
 
 
-def length(sample: Sample | None, facts: Facts) -> Sign | None:
-    """The mismatch depends on how long a response is: long ones are scored in another way (cut, chunked, repacked).
+def _split(sample: Sample, value: np.ndarray) -> tuple[float, float, float] | None:
+    """Where sequences of a larger value differ most from the others: (t, mean log |u| apart, the value), None if too few.
 
-    Mean log |u| of sequences longer than a length less that of the shorter, at the length where its t is largest; the
-    spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs). Thresholds: a factor of
-    1.5 in |u|, t of 4 (twice the spread makes it 8 of a clean run's standard errors, and there are a dozen lengths).
+    Mean log |u| of sequences with more than some value less that of the others, at the value where its t is largest; the
+    spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs). 60 tokens on both sides.
     """
-    if sample is None or sample.clear.sum() < FEWEST or len(sample.pairs) < 6:
-        return None
     where, n = sample.sequence[sample.clear], len(sample.pairs)
     count = np.bincount(where, minlength=n)
     mean = np.bincount(where, weights=_log_size(sample), minlength=n) / np.maximum(count, 1)
-    lengths = sample.pairs.positions[sample.offsets[1:] - 1] + 1
-    lengths = lengths + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
     best = None
-    for limit in np.unique(lengths)[:-1]:
-        groups = [(lengths > limit) & (count >= 8), (lengths <= limit) & (count >= 8)]
+    for limit in np.unique(value)[:-1]:
+        groups = [(value > limit) & (count >= 8), (value <= limit) & (count >= 8)]
         if min(count[g].sum() for g in groups) < 60:
             continue
         rest = np.concatenate([mean[g] - mean[g].mean() for g in groups])
         between = max(0.0225, float((rest * rest).sum() / max(1, len(rest) - 2)))
         error = np.sqrt(sum(between / g.sum() + 1.2 / count[g].sum() for g in groups))
-        apart = float(
-            np.average(mean[groups[0]], weights=count[groups[0]])
-            - np.average(mean[groups[1]], weights=count[groups[1]])
-        )
-        t = apart / error
-        if best is None or t > best[0]:
-            best = (t, apart, int(limit))
-    if best is None or best[0] < 4 or best[1] < np.log(1.5):
+        above, below = (float(np.average(mean[g], weights=count[g])) for g in groups)
+        if best is None or (above - below) / error > best[0]:
+            best = ((above - below) / error, above - below, float(limit))
+    return best
+
+
+def length(sample: Sample | None, facts: Facts) -> Sign | None:
+    """The mismatch depends on how long a response is: long ones are scored in another way (cut, chunked, repacked).
+
+    :func:`_split` over lengths. Thresholds: a factor of 1.5 in |u|, t of 4 (twice the spread makes it 8 of a clean run's
+    standard errors, and there are a dozen lengths).
+    """
+    if sample is None or sample.clear.sum() < FEWEST or len(sample.pairs) < 6:
+        return None
+    lengths = sample.pairs.positions[sample.offsets[1:] - 1] + 1
+    lengths = lengths + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
+    best = _split(sample, lengths)
+    if best is None or best[0] < APART[0] or best[1] < np.log(APART[1]):
         return None
     unit = "tokens with the prompt" if sample.pairs.prompts is not None else "tokens"
     return Sign(
         LIKELY,
-        f"|u| is {np.exp(best[1]):.1f} times as large in sequences of more than {best[2]} {unit} (t = {best[0]:.0f}; rounding: no "
-        "dependence)",
+        f"|u| is {np.exp(best[1]):.1f} times as large in sequences of more than {best[2]:.0f} {unit} (t = {best[0]:.0f}; "
+        "rounding: no dependence)",
     )
+
+
+APART = (4, 1.5)
 
 
 def steps(sample: Sample | None, facts: Facts) -> Sign | None:
     """The mismatch changes from one training step on: at a resume or reload, or without any update.
 
-    Mean k3 from a step on over that before it, at the step where it is largest, 200 tokens or more on both sides.
-    Threshold 2 (the ratio of two means of 200 tokens of one kind spreads by 0.15), and 4 with fewer than 1,000 tokens.
+    :func:`_split` over steps, 200 tokens or more, with ``length``'s thresholds; or, where few tokens move far, mean k3 from a
+    step on more than twice that before it, 1,000 tokens or more on both sides (their ratio spreads by 0.07 on one kind).
     """
-    if sample is None or sample.pairs.steps is None or len(sample) < 2 * FEWEST:
+    if sample is None or sample.pairs.steps is None or sample.clear.sum() < FEWEST:
         return None
-    step = sample.pairs.steps[sample.sequence]
-    k3 = k3_terms(sample.d)
-    best = None
-    for start in np.unique(step)[1:]:
-        after = step >= start
-        fewest = min(after.sum(), (~after).sum())
-        if fewest < FEWEST:
-            continue
-        ratio = float(k3[after].mean() / max(k3[~after].mean(), 1e-300))
-        if ratio > (2 if fewest >= 1000 else 4) and (best is None or ratio > best[0]):
-            best = (ratio, int(start))
-    if best is None:
-        return None
+    each = sample.pairs.steps
+    step, k3, later = each[sample.sequence], k3_terms(sample.d), np.unique(each)[1:]
+    best = _split(sample, each)
+    if best is not None and best[0] > APART[0] and best[1] > np.log(APART[1]):
+        start = int(later[later > best[2]][0])
+        says = f"|u| is {np.exp(best[1]):.1f} times as large from step {start} on as before (t = {best[0]:.0f})"
+    else:
+        ratios = [
+            (float(k3[step >= start].mean() / max(k3[step < start].mean(), 1e-300)), int(start))
+            for start in later
+            if min((step >= start).sum(), (step < start).sum()) >= 1000
+        ]
+        if not ratios or max(ratios)[0] <= 2:
+            return None
+        ratio, start = max(ratios)
+        says = f"k3 is {ratio:.1f} times as large from step {start} on as before"
     still = facts.lr == 0
     return Sign(
         LIKELY if still else POSSIBLE,
-        f"k3 is {best[0]:.1f} times as large from step {best[1]} on as before"
-        + ("; the learning rate is 0, so no update explains it" if still else ""),
+        says + ("; the learning rate is 0, so no update explains it" if still else ""),
     )
 
 
@@ -655,14 +665,17 @@ def sequence_ratio(sample: Sample | None, facts: Facts) -> Sign | None:
     """Ratios multiplied over a sequence: the spread of sum(d) makes the product meaningless.
 
     Effective sample size of weights exp(-sum d), as a share of sequences: exp(-spread^2) for Gaussian sums. Named where a
-    setting asks for it and less than half is effective (spread of sum d above 0.83).
+    setting asks for it and less than half is effective (spread of sum d above 0.83). The spread is sqrt(mean of sum d^2), as
+    if tokens' differences were independent (known well from a few sequences, where that of their sums is not); from 30
+    sequences on that of the sums, if it is larger.
     """
     if not facts.sequence_ratio:
         return None
-    if sample is None or len(sample.pairs) < 6:
+    if sample is None or not len(sample):
         return Sign(POSSIBLE, f"{facts.sequence_ratio}: without log-probs the spread of the product is not known")
-    total = per_sequence(sample.d, sample.offsets)
-    spread = float(total.std(ddof=1))
+    spread = float(np.sqrt(per_sequence(sample.d**2, sample.offsets).mean()))
+    if len(sample.pairs) >= 30:
+        spread = max(spread, float(per_sequence(sample.d, sample.offsets).std(ddof=1)))
     if spread < SPREAD:
         return None
     return Sign(
