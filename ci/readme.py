@@ -83,6 +83,11 @@ def overhead() -> str:
     return "\n".join(load("recipes/overhead/readme_table.py").costs())
 
 
+def shares() -> str:
+    """Where the time of a pass goes."""
+    return "\n".join(load("recipes/overhead/readme_table.py").shares())
+
+
 def alternatives() -> str:
     """What a user would pick instead: cost against gap."""
     return "\n".join(load("recipes/overhead/readme_table.py").alternatives("smollm2-135m"))
@@ -96,6 +101,7 @@ TABLES = {
     "exact": exact,
     "quickstart": quickstart,
     "overhead": overhead,
+    "shares": shares,
     "alternatives": alternatives,
 }
 

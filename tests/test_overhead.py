@@ -449,9 +449,19 @@ def test_readme_tables_say_not_measured_where_no_file_is(tmp_path):
         "| qwen3-0.6b, cpu | not measured | not measured | not measured | not measured |",
         "| Qwen3-1.7B, 4B, 8B layers, GPU | not measured | not measured | not measured | not measured |",
     ]
+    assert table.shares(tmp_path) == ["| time in |", "| --- |", "| not measured |"]
     assert table.alternatives("qwen3-0.6b", tmp_path)[2:] == [
         "| not measured | not measured | not measured | not measured | not measured |"
     ]
+
+
+def test_shares_stand_in_order_of_the_unaligned_pass_with_their_sum(tmp_path):
+    found = {"model": "m", "layers": 2, "shares": {"none": {"a": 30.0, "b": 70.0}, "all": {"a": 25.0, "b": 70.04}}}
+    report.write_json(tmp_path / "shares-smollm2-135m.json", found)
+    assert readme_table().shares(tmp_path) == [
+        "| time in | m, 2 layers: none, % | m, 2 layers: all, % |", "| --- | --- | --- |",
+        "| b | 70.0 | 70.0 |", "| a | 30.0 | 25.0 |", "| sum | 100.0 | 95.0 |",
+    ]  # fmt: skip
 
 
 def test_cost_stands_beside_the_gap_that_is_left(tmp_path):

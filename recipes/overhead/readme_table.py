@@ -56,6 +56,22 @@ def costs(results: Path = RESULTS) -> list[str]:
     return report.markdown(columns, rows).splitlines()
 
 
+def shares(results: Path = RESULTS) -> list[str]:
+    """Return the table of where a pass spends its time, unaligned and with every group."""
+    found = [load(f"shares-{name}", results) for name in ("smollm2-135m", "qwen3-0.6b")]
+    found = [payload for payload in found if payload]
+    columns = ["time in"]
+    for payload in found:
+        columns += [f"{payload['model']}, {payload['layers']} layers: {arm}, %" for arm in ("none", "all")]
+    none = found[0]["shares"]["none"] if found else {}
+    kinds = [*sorted(none, key=none.get, reverse=True), "sum"] if found else []
+    rows = []
+    for kind in kinds:
+        cells = [payload["shares"][arm] for payload in found for arm in ("none", "all")]
+        rows.append([kind, *(f"{sum(x.values()) if kind == 'sum' else x[kind]:.1f}" for x in cells)])
+    return report.markdown(columns, rows or [[MISSING]]).splitlines()
+
+
 def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
     """Return the table of what a user would pick instead, for one shape."""
     payload, gap = (
