@@ -118,3 +118,59 @@ def test_the_page_is_what_the_results_give(recipe):
             assert path.exists() and text.startswith("<?xml")
             continue
         assert path.read_text() == text, f"{path.name}: run recipes/collapse/table.py"
+
+
+# ---- the arm with a real engine
+
+
+def test_real_engine_has_the_same_task_and_starts_from_the_same_steps(recipe, tmp_path):
+    """Prompts are the recipe's ids through the chat template, answers its, weights its pre-training's."""
+    import pandas
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    real, e = recipe("real_engine"), recipe("experiment")
+    real.PRETRAIN = 3
+    real.make_assets(tmp_path, seed=5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = pandas.read_parquet(tmp_path / "train.parquet").to_dict("records")
+    asked = e.prompts(4096, torch.Generator().manual_seed(1005))
+    for row, ids in list(zip(rows, asked, strict=True))[:20]:
+        text = tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, tokenize=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids.tolist()
+        truth = row["reward_model"]["ground_truth"]
+        assert tokenizer.encode(truth, add_special_tokens=False) == e.answers(ids[None])[0].tolist()
+        assert tokenizer.decode(e.answers(ids[None])[0]) == truth
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    expected = e.pretrained(5, 3, head_dim=real.HEAD)
+    assert torch.equal(
+        e.log_probs(model, torch.cat([asked, asked[:, :5]], 1)),
+        e.log_probs(expected, torch.cat([asked, asked[:, :5]], 1)),
+    )
+
+
+def test_real_engines_reward_is_the_recipes(recipe):
+    real, e = recipe("real_engine"), recipe("experiment")
+    ids = torch.tensor([[1, 2, 3, 4, 5, 10, 5, 4, 0, 2, 1], [1, 2, 3, 4, 5, 10, 5, 11, 3, 2, 0]])
+    answers = ["54021", "532" + "0"]  # the second: its end token leaves no text, and what follows moves up
+    assert real.compute_score("reverse", answers[0], "54321") == pytest.approx(float(e.rewards(ids)[0])) == 0.8
+    assert real.compute_score("reverse", answers[1], "54321") == pytest.approx(0.2)
+    assert real.compute_score("reverse", "", "54321") == 0
+
+
+def test_a_real_run_is_kept_in_whole_windows(recipe):
+    real = recipe("real_engine")
+    rows = [{"step": s, "reward": 0.01 * s, "k1": 1.0, "k3": 2.0, "norm": 3.0} for s in range(1, 61)]
+    first, second = real.averaged(rows)  # of 25 steps; ten are left over
+    assert (first["step"], second["step"]) == (25, 50)
+    assert (first["reward"], second["reward"]) == (pytest.approx(0.13), pytest.approx(0.38))
+
+
+def test_the_stored_real_run_has_both_arms_over_the_same_steps(recipe):
+    found = json.loads((ROOT / "results/real_engine.json").read_text())
+    assert list(found["arms"]) == list(recipe("real_engine").ARMS) and {"verl", "vllm", "torch"} <= set(
+        found["versions"]
+    )
+    steps = [[row["step"] for row in rows] for rows in found["arms"].values()]
+    assert steps[0] == steps[1] == list(range(25, found["steps"] + 1, 25))
+    for rows in found["arms"].values():
+        assert all(0 <= row["reward"] <= 1 and row["k3"] >= 0 for row in rows)

@@ -1,7 +1,7 @@
 """The same task with nothing emulated: verl, Ray, FSDP2 and compiled vLLM on a CPU in BF16, `none` against `all`.
 
-`python real_engine.py [--minutes 50] [--seed 0]` runs both arms side by side for so long and writes results/real_engine.json.
-The model is the recipe's but for heads of 32, the least that vLLM has on a CPU; it starts from the same supervised steps.
+`python real_engine.py [--minutes 60] [--seed 0]` runs one arm after the other for so long in all, and writes
+results/real_engine.json. The model is the recipe's but for heads of 32, the least that vLLM has on a CPU; it starts from the same supervised steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from pathlib import Path
 from statistics import mean
@@ -64,8 +63,10 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def overrides(seed: int) -> list[str]:
     """Return what differs from the quickstart's command line: the recipe's batch, loss and optimizer."""
+    batch = experiment.PROMPTS * experiment.GROUP
     return [
-        f"data.train_batch_size={experiment.PROMPTS}", f"data.max_response_length={experiment.LENGTH}", f"data.seed={seed}",
+        f"data.train_batch_size={experiment.PROMPTS}", f"data.max_response_length={experiment.LENGTH}", f"data.seed={seed}", "actor_rollout_ref.rollout.max_model_len=32",
+        *(f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu={batch}" for role in ("ref", "rollout")),
         f"actor_rollout_ref.rollout.n={experiment.GROUP}", "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={experiment.PROMPTS // experiment.MINIBATCHES}",
         f"actor_rollout_ref.actor.optim.lr={LR}", "actor_rollout_ref.actor.optim.weight_decay=0",
@@ -110,28 +111,14 @@ def averaged(rows: list[dict]) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=50)
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=HERE / "results/real_engine.json")
     parser.add_argument("--work", type=Path, default=HERE.parents[1] / "outputs/real_engine")
     options = parser.parse_args()
     make_assets(options.work / "assets", options.seed)
-    found: dict = {}
-
-    def run(arm: str) -> None:
-        try:
-            found[arm] = run_arm(arm, options.seed, options.minutes, options.work)
-        except Exception as error:
-            found[arm] = error
-
-    threads = [threading.Thread(target=run, args=(arm,)) for arm in ARMS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for arm in ARMS:
-        if isinstance(found[arm], Exception):
-            raise found[arm]
+    half = options.minutes / len(ARMS)
+    found = {arm: run_arm(arm, options.seed, half, options.work) for arm in ARMS}
     steps = min(map(len, found.values()))
     arms = {arm: averaged(rows[:steps]) for arm, rows in found.items()}
     record = dict(
