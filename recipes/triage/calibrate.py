@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def of_gap(folder: Path) -> Iterator[Case]:
 def cases(store: Store) -> Iterator[Case]:
     """Yield runs without a fault, at temperatures that agree, and every fault at every size."""
     for name, (mode, temperature, top_p, top_k) in inputs.RUNS.items():
-        if f"{name}/rollout" not in store:
+        if f"{name}/rollout" not in store or name == "groups":
             continue
 
         def at(t: float, name=name) -> Pairs:
@@ -102,20 +102,29 @@ def cases(store: Store) -> Iterator[Case]:
         if f"{name}/rollout" in store:
             pairs = pairs_of(store, name, store[f"{name}/trainer 1"])
             yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts", pairs)
+            yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts, over 8 steps", with_steps(pairs))
+    if "groups/rollout" in store:
+        groups = pairs_of(store, "groups", store["groups/trainer 1"])
+        yield Case(tool.ROUNDING, "eager, 8 answers to each of 4 prompts", groups)
+        yield Case(tool.ROUNDING, "eager, 8 answers to each of 4 prompts, the first 125 tokens", head(groups, 125))
     if "clean/rollout" in store:
         base = pairs_of(store, "clean", store["clean/trainer 1"])
         yield from changed(base)
         yield from settings(base)
-        yield replace(stepped(base, base), cause=tool.ROUNDING, size="eager, over 8 steps")
+        yield Case(tool.ROUNDING, "eager, over 8 steps", with_steps(base))
     for name in sorted(n for n in store if n.startswith("fault ")):
         _, kind, size = name.split(" ", 2)
         cause, text = FAULTS[kind]
         pairs = pairs_of(store, "clean", store[name])
         yield Case(cause, text.format(size), pairs, ("growth-with-length",) if kind == "cut" else ())
-        if kind == "noise":  # as where an update did not reach the engine
-            yield replace(
-                stepped(base, pairs), size=f"noise of {size} of its size on every matrix, from step 4 of 8 on"
+        if kind == "noise":  # as where an update, or a resume, did not reach the engine
+            base, what = (
+                pairs_of(store, "clean", store["clean/trainer 1"]),
+                f"noise of {size} of its size on every matrix",
             )
+            yield stepped(base, pairs, range(4, 8), f"{what}, from step 4 of 8 on")
+            yield stepped(base, pairs, range(4), f"{what}, before step 4 of 8")
+            yield stepped(base, pairs, [1], f"{what}, at step 1 of 4", 4)
         if kind == "rope":  # as where a scaling is switched on by length (LongRoPE)
             lengths = np.diff(pairs.offsets)
             long = np.repeat(lengths + pairs.prompts > LONG, lengths)
@@ -125,12 +134,17 @@ def cases(store: Store) -> Iterator[Case]:
             yield Case("growth-with-length", f"RoPE {size} in sequences of more than {LONG} tokens", mixed, part=part)
 
 
-def stepped(before: Pairs, after: Pairs) -> Case:
-    """Return sequences dealt to 8 training steps, those of the last four with the scores of ``after``."""
-    step = np.arange(len(before)) % 8
-    late = np.repeat(step >= 4, np.diff(before.offsets))
-    pairs = replace(before, trainer=np.where(late, after.trainer, before.trainer), steps=step)
-    return Case("changes-with-step", "", pairs, part=step >= 4)
+def stepped(before: Pairs, after: Pairs, late: Sequence[int], size: str, n: int = 8) -> Case:
+    """Return sequences dealt to ``n`` training steps, those of the steps ``late`` with the scores of ``after``."""
+    step = np.arange(len(before)) % n
+    part = np.isin(step, late)
+    trainer = np.where(np.repeat(part, np.diff(before.offsets)), after.trainer, before.trainer)
+    return Case("changes-with-step", size, replace(before, trainer=trainer, steps=step), part=part)
+
+
+def with_steps(base: Pairs) -> Pairs:
+    """Return sequences dealt to 8 training steps."""
+    return replace(base, steps=np.arange(len(base)) % 8)
 
 
 def settings(base: Pairs) -> Iterator[Case]:
@@ -150,6 +164,12 @@ def pieces(base: Pairs, length: int) -> Pairs:
     """Return the same tokens as responses of one length: cut from longer ones, or joined from shorter."""
     n = len(base.rollout) // length
     return Pairs.of(base.rollout[: n * length], base.trainer[: n * length], np.arange(n + 1) * length)
+
+
+def head(base: Pairs, n: int) -> Pairs:
+    """Return the first ``n`` tokens of every response alone."""
+    keep = base.positions < n
+    return replace(base, mask=base.mask & keep).valid()
 
 
 LONG = 270

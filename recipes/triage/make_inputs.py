@@ -36,6 +36,7 @@ RUNS = {
     "topk50": ("processed_logprobs", 1.0, 1.0, 50),
     "t1.2": ("processed_logprobs", 1.2, 1.0, 0),
     "clean": ("processed_logprobs", 1.0, 1.0, 0),
+    "groups": ("processed_logprobs", 1.0, 1.0, 0),  # as GRPO samples
     "raw_t0.6": ("raw_logprobs", 0.6, 1.0, 0),
     "raw_t0.8": ("raw_logprobs", 0.8, 1.0, 0),
     "raw_topp0.9": ("raw_logprobs", 1.0, 0.9, 0),
@@ -76,7 +77,10 @@ def generate(model: str, mode: str, tokens: int, seed: int) -> None:
             continue
         engine = engine or rollout.start(model, eager=True, seed=seed, logprobs_mode=mode)
         options = dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        rollout.generate(engine, prompts(), tokens, **options, model=model, mode="eager").save(OUT / name)
+        asked = prompts()[:4] * 8 if name == "groups" else prompts()
+        rollout.generate(engine, asked, 1 if name == "groups" else tokens, **options, model=model, mode="eager").save(
+            OUT / name
+        )
 
 
 def random_model(name: str, tokenizer: str) -> Path:
@@ -188,7 +192,8 @@ def score_all(model: str) -> None:
     loaded = load(model)
     for name, (_, temperature, _, _) in RUNS.items():
         if (OUT / name / "rollouts.safetensors").exists():
-            rollouts = head(Rollouts.load(OUT / name), SEQUENCES)
+            rollouts = Rollouts.load(OUT / name)
+            rollouts = rollouts if name == "groups" else head(rollouts, SEQUENCES)
             wanted = sorted({1.0, temperature})
             kept(
                 OUT / name / "trainer.safetensors",

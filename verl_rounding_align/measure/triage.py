@@ -56,6 +56,7 @@ class Sample:
 
     def __init__(self, pairs: Pairs):
         self.whole, self.pairs = pairs, pairs.valid()
+        self.first = _first(pairs)
         self.rollout, self.trainer, self.offsets = self.pairs.rollout, self.pairs.trainer, self.pairs.offsets
         lengths, place = np.diff(self.offsets), self.pairs.positions
         # distance to the first and to the last token of the response that counts; (tokens,), kept by `without`
@@ -66,6 +67,7 @@ class Sample:
         """Return the sample less some tokens, (tokens,) bool; the others keep their places."""
         rest = Sample(replace(self.pairs, mask=self.pairs.mask & ~tokens))
         rest.from_start, rest.from_end = self.from_start[~tokens], self.from_end[~tokens]
+        rest.first = self.first[~tokens]
         return rest
 
     def __len__(self) -> int:
@@ -81,8 +83,9 @@ class Sample:
 
     @cached_property
     def clear(self) -> np.ndarray:
-        """Tokens whose 1 - p is well above what fp32 resolves in a log-prob near zero (1e-6)."""
-        return self.p < 0.999
+        """Tokens that statistics of u are taken of: 1 - p well above what fp32 resolves in a log-prob near zero (1e-6), and
+        no second copy (:func:`_first`)."""
+        return (self.p < 0.999) & self.first
 
     @cached_property
     def u(self) -> np.ndarray:
@@ -103,6 +106,36 @@ class Sample:
     def sequence(self) -> np.ndarray:
         """Each token's sequence; (tokens,)."""
         return np.repeat(np.arange(len(self.pairs)), np.diff(self.offsets))
+
+
+def _first(pairs: Pairs) -> np.ndarray:
+    """Return which tokens that count are the first with their context, (tokens,) bool; all of them without ids.
+
+    Answers of one group (GRPO) often begin alike: the same context gives the same d again, which is no second observation.
+    A context is told by the sum of 64-bit hashes of (token, place) up to the token, and by the prompt's length.
+    """
+    keep = pairs.mask & np.isfinite(pairs.rollout) & np.isfinite(pairs.trainer)
+    if pairs.ids is None or not keep.any():
+        return np.ones(int(keep.sum()), dtype=bool)
+    with np.errstate(over="ignore"):
+        sums = np.cumsum(_hash(_hash(pairs.positions) + pairs.ids.astype(np.uint64)))
+        lengths = np.diff(pairs.offsets)
+        before = np.concatenate([[np.uint64(0)], sums])[pairs.offsets[:-1]]
+        if pairs.prompts is not None:
+            before = before - _hash(pairs.prompts)
+        context = (sums - np.repeat(before, lengths))[keep]
+    found = np.zeros(len(context), dtype=bool)
+    found[np.unique(context, return_index=True)[1]] = True
+    return found
+
+
+def _hash(x: np.ndarray) -> np.ndarray:
+    """Return 64 well mixed bits of each integer (splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = x.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 # ---- detectors: each takes (Sample or None, Facts) and returns a Sign or None. `drops` marks tokens that are explained.
@@ -152,8 +185,9 @@ def shift(sample: Sample | None, facts: Facts) -> Sign | None:
 
     For each sequence of 8 tokens or more, mean |rollout[t] - trainer[t + k]|, k from -2 to 2, over at least 6 pairs of tokens
     that are k apart in the response (masked ones are not skipped over). Unshifted it is about 0.04 at k = 0 and, as
-    neighbouring tokens have nothing to do with each other, about 3 elsewhere; threshold: less than half of k = 0's at another
-    k. One sequence, or 2 % of more than 50.
+    neighbouring tokens have nothing to do with each other, about 3 elsewhere; threshold: less than a quarter of k = 0's at
+    another k (the best of four sums of 6 unrelated differences is rarely so low). One sequence, or 2 % of more than 50, three
+    in four of them by the same k.
     """
     if sample is None or not len(sample):
         return None
@@ -173,11 +207,13 @@ def shift(sample: Sample | None, facts: Facts) -> Sign | None:
         size /= np.maximum(pairs, 1)
         better = (size < best) & (lengths >= 8) & (pairs >= 6)
         best, at = np.where(better, size, best), np.where(better, k, at)
-    moved = (at != 0) & (best < 0.5 * here)
+    moved = (at != 0) & (best < 0.25 * here)
     if moved.sum() < max(1, 0.02 * len(moved)):
         return None
     k = int(np.bincount(at[moved] + 2).argmax()) - 2
     chosen = moved & (at == k)
+    if chosen.sum() < 0.75 * moved.sum():
+        return None
     return Explained(
         CERTAIN,
         f"in {moved.sum()} of {len(moved)} sequences rollout[t] agrees with trainer[t{k:+d}]: mean |difference| "
@@ -302,7 +338,7 @@ def temperature(sample: Sample | None, facts: Facts) -> Sign | None:
         return Sign(CERTAIN, says) if set_so else None
     high, _, tilt, n = _signs(sample)
     if not n or abs(tilt) < TILT or 0.25 <= high <= 0.75 or (high < 0.5) != (tilt > 0):
-        return Sign(CERTAIN, says) if set_so else None
+        return _by_setting(says, sample) if set_so else None
     sharper = high < 0.5
     if not sharper and _raw(sample, facts):
         return None
@@ -392,11 +428,19 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
                 f"with log p (rank correlation {tilt:+.2f}); mean exp(-d) = {kept:.3f}, the mean mass kept"
                 + (f"; {says}" if says else ""),
             )
-    return (
-        Sign(CERTAIN, f"{says}: the trainer's log-probs are of all tokens, the rollout's samples are not")
-        if says
-        else None
-    )
+    if not says:
+        return None
+    return _by_setting(f"{says}: the trainer's log-probs are of all tokens, the rollout's samples are not", sample)
+
+
+def _by_setting(says: str, sample: Sample | None) -> Sign:
+    """Return the sign of a setting: certain, but not where enough log-probs show nothing of it."""
+    if sample is None or len(sample) < ENOUGH:
+        return Sign(CERTAIN, says)
+    return Sign(POSSIBLE, f"{says}; these log-probs show nothing of it: are they of a run with these settings?")
+
+
+ENOUGH = 2000  # tokens at which faults of the sizes in recipes/triage show
 
 
 def _truncation(facts: Facts) -> str:
@@ -465,8 +509,9 @@ def routing(sample: Sample | None, facts: Facts) -> Sign | None:
 
 
 def perhaps_routing(sample: Sample | None, facts: Facts) -> Sign | None:
-    """A heavy tail that nothing else explains, where it is not known whether the model has experts."""
-    share = _heavy_tail(sample) if facts.experts is None else 0.0
+    """A heavy tail that nothing else explains, where it is not known whether the model has experts; 1,000 tokens."""
+    enough = facts.experts is None and sample is not None and sample.clear.sum() >= ENOUGH / 2
+    share = _heavy_tail(sample) if enough else 0.0
     says = "whether the model has experts is not known (--model PATH says so)"
     return Sign(POSSIBLE, f"{_tail_says(share)}; {says}") if share > HEAVY else None
 
@@ -497,13 +542,18 @@ def _log_size(sample: Sample) -> np.ndarray:
 def growth(sample: Sample | None, facts: Facts) -> Sign | None:
     """The mismatch grows with the position in the response.
 
-    Slope of log |u| on log(1 + position). Rounding accumulates over the context a little: 0.03 to 0.05 on clean runs
-    (SmolLM2-135M). Threshold 0.2 (size doubles in 30 times the length), and 5 standard errors.
+    Slope of log |u| on log(1 + position), without the first token (whose context is the prompt alone), where one in ten is
+    beyond position 32. Rounding accumulates over the context a little: 0.03 to 0.05 on clean runs (SmolLM2-135M). Threshold
+    0.2 (size doubles in 30 times the length), and 5 standard errors.
     """
     if sample is None or sample.clear.sum() < FEWEST:
         return None
-    x, y = np.log1p(sample.pairs.positions[sample.clear]), _log_size(sample)
-    slope, error = _slope(x, y)
+    places = sample.pairs.positions[sample.clear]
+    inner = places > 0
+    if inner.sum() < FEWEST or np.quantile(places, 0.9) < SPAN:
+        return None
+    x, y = np.log1p(places[inner]), _log_size(sample)[inner]
+    slope, error = _slope(x, y, sample.sequence[sample.clear][inner])
     if slope < GROWTH or slope < 5 * error:
         return None
     early, late = (np.exp(y[x < np.median(x)].mean()), np.exp(y[x >= np.median(x)].mean()))
@@ -514,61 +564,76 @@ def growth(sample: Sample | None, facts: Facts) -> Sign | None:
     )
 
 
-GROWTH = 0.2
+GROWTH, SPAN = 0.2, 32
 
 
-def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return the least-squares slope of y on x and its standard error, robust to unequal spread."""
+def _slope(x: np.ndarray, y: np.ndarray, sequence: np.ndarray) -> tuple[float, float]:
+    """Return the least-squares slope of y on x and its standard error, clustered by sequence; (tokens,) each."""
     x = x - x.mean()
     total = float((x * x).sum())
     if total == 0:
         return 0.0, float("inf")
     slope = float((x * y).sum() / total)
     rest = y - y.mean() - slope * x
-    return slope, float(np.sqrt((x * x * rest * rest).sum()) / total)
+    return slope, float(np.sqrt((np.bincount(sequence, x * rest) ** 2).sum()) / total)
 
 
-def _split(sample: Sample, value: np.ndarray) -> tuple[float, float, float] | None:
-    """Where sequences of a larger value differ most from the others: (t, mean log |u| apart, the value), None if too few.
+def _apart(sample: Sample, value: np.ndarray, side: str, fewest: int) -> tuple[float, float, int] | None:
+    """Which sequences differ most from the others: (t, their mean log |u| less the others', a value); None if too few.
 
-    Mean log |u| of sequences with more than some value less that of the others, at the value where its t is largest; the
-    spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs). 60 tokens on both sides.
+    The spread between sequences of one kind counts, but not less than 0.15 (0.05 to 0.1 on clean runs).
+
+    Args:
+        value: (sequences,) integers.
+        side: ``from`` a value on, ``before`` a value, or ``at`` a value.
+        fewest: tokens that both kinds must have; a sequence needs 8.
     """
     where, n = sample.sequence[sample.clear], len(sample.pairs)
     count = np.bincount(where, minlength=n)
     mean = np.bincount(where, weights=_log_size(sample), minlength=n) / np.maximum(count, 1)
-    best = None
-    for limit in np.unique(value)[:-1]:
-        groups = [(value > limit) & (count >= 8), (value <= limit) & (count >= 8)]
-        if min(count[g].sum() for g in groups) < 60:
-            continue
-        rest = np.concatenate([mean[g] - mean[g].mean() for g in groups])
-        between = max(0.0225, float((rest * rest).sum() / max(1, len(rest) - 2)))
-        error = np.sqrt(sum(between / g.sum() + 1.2 / count[g].sum() for g in groups))
-        above, below = (float(np.average(mean[g], weights=count[g])) for g in groups)
-        if best is None or (above - below) / error > best[0]:
-            best = ((above - below) / error, above - below, float(limit))
-    return best
+    usable = count >= 8
+    count, mean = count[usable].astype(float), mean[usable]
+    if not len(count):
+        return None
+    values, which = np.unique(value[usable], return_inverse=True)
+    columns = (np.ones(len(count)), mean, mean * mean, count, count * mean)
+    sums = np.stack([np.bincount(which, column) for column in columns])
+    whole = sums.sum(1, keepdims=True)
+    before = np.cumsum(sums, 1) - sums
+    inside = {"at": sums, "before": before, "from": whole - before}[side]
+    both = np.stack([inside, whole - inside])  # (2, 5, values)
+    good = (both[:, 3] >= fewest).all(0)
+    if not good.any():
+        return None
+    values, (size, total, square, tokens, weighted) = values[good], both[:, :, good].swapaxes(0, 1)
+    between = np.maximum(0.0225, (square - total * total / size).sum(0) / max(1, len(count) - 2))
+    error = np.sqrt((between / size + 1.2 / tokens).sum(0))
+    apart = weighted[0] / tokens[0] - weighted[1] / tokens[1]
+    best = int(np.argmax(apart / error))
+    return float(apart[best] / error[best]), float(apart[best]), int(values[best])
 
 
 def length(sample: Sample | None, facts: Facts) -> Sign | None:
     """The mismatch depends on how long a response is: long ones are scored in another way (cut, chunked, repacked).
 
-    :func:`_split` over lengths. Thresholds: a factor of 1.5 in |u|, t of 4 (twice the spread makes it 8 of a clean run's
-    standard errors, and there are a dozen lengths).
+    :func:`_apart`, from a length on, 60 tokens. Thresholds: a factor of 1.5 in |u|, t of 4 (twice the spread makes it 8 of a
+    clean run's standard errors, and there are a dozen lengths), and no training step that tells them apart as well.
     """
     if sample is None or sample.clear.sum() < FEWEST or len(sample.pairs) < 6:
         return None
     lengths = sample.pairs.positions[sample.offsets[1:] - 1] + 1
     lengths = lengths + (0 if sample.pairs.prompts is None else sample.pairs.prompts)
-    best = _split(sample, lengths)
+    best = _apart(sample, lengths, "from", 60)
     if best is None or best[0] < APART[0] or best[1] < np.log(APART[1]):
+        return None
+    by_step = _by_step(sample)
+    if by_step is not None and by_step[0] >= best[0]:
         return None
     unit = "tokens with the prompt" if sample.pairs.prompts is not None else "tokens"
     return Sign(
         LIKELY,
-        f"|u| is {np.exp(best[1]):.1f} times as large in sequences of more than {best[2]:.0f} {unit} (t = {best[0]:.0f}; "
-        "rounding: no dependence)",
+        f"|u| is {np.exp(best[1]):.1f} times as large in sequences of {best[2]} {unit} and more (t = {best[0]:.0f}; rounding: no "
+        "dependence)",
     )
 
 
@@ -576,34 +641,60 @@ APART = (4, 1.5)
 
 
 def steps(sample: Sample | None, facts: Facts) -> Sign | None:
-    """The mismatch changes from one training step on: at a resume or reload, or without any update.
+    """The mismatch changes with the training step: at a resume or reload, or without any update.
 
-    :func:`_split` over steps, 200 tokens or more, with ``length``'s thresholds; or, where few tokens move far, mean k3 from a
-    step on more than twice that before it, 1,000 tokens or more on both sides (their ratio spreads by 0.07 on one kind).
+    :func:`_apart`, of steps from one on, of those before one, of one step alone, 200 tokens; ``length``'s thresholds, t of 5
+    for one step alone (there may be a thousand). Or, where few tokens move far, mean k3 from a step on (or before it) more
+    than twice that of the other steps, and their 99.9 % intervals apart, 1,000 tokens on both sides.
     """
     if sample is None or sample.pairs.steps is None or sample.clear.sum() < FEWEST:
         return None
-    each = sample.pairs.steps
-    step, k3, later = each[sample.sequence], k3_terms(sample.d), np.unique(each)[1:]
-    best = _split(sample, each)
-    if best is not None and best[0] > APART[0] and best[1] > np.log(APART[1]):
-        start = int(later[later > best[2]][0])
-        says = f"|u| is {np.exp(best[1]):.1f} times as large from step {start} on as before (t = {best[0]:.0f})"
+    best = _by_step(sample)
+    if best is not None:
+        says = f"|u| is {np.exp(best[1]):.1f} times as large {best[2]} as in the other steps (t = {best[0]:.0f})"
     else:
-        ratios = [
-            (float(k3[step >= start].mean() / max(k3[step < start].mean(), 1e-300)), int(start))
-            for start in later
-            if min((step >= start).sum(), (step < start).sum()) >= 1000
-        ]
-        if not ratios or max(ratios)[0] <= 2:
+        says = _few_tokens(sample)
+        if says is None:
             return None
-        ratio, start = max(ratios)
-        says = f"k3 is {ratio:.1f} times as large from step {start} on as before"
     still = facts.lr == 0
     return Sign(
         LIKELY if still else POSSIBLE,
         says + ("; the learning rate is 0, so no update explains it" if still else ""),
     )
+
+
+def _by_step(sample: Sample) -> tuple[float, float, str] | None:
+    """Return (t, log |u| apart, which steps) where steps tell sequences apart; see :func:`steps`."""
+    if sample.pairs.steps is None:
+        return None
+    seen = []
+    for side, where in (("from", "from step {} on"), ("before", "before step {}"), ("at", "at step {}")):
+        best = _apart(sample, sample.pairs.steps, side, FEWEST)
+        if best is not None and best[0] > APART[0] + (side == "at") and best[1] > np.log(APART[1]):
+            seen.append((*best[:2], where.format(best[2])))
+    return max(seen, default=None)
+
+
+def _few_tokens(sample: Sample) -> str | None:
+    """Return what ``steps`` says where mean k3, not the typical size, changes at a step."""
+    each, best = sample.pairs.steps, None
+    k3, tokens = (per_sequence(x, sample.offsets) for x in (k3_terms(sample.d), np.ones(len(sample))))
+    values, which = np.unique(each, return_inverse=True)
+    late = [np.cumsum(np.bincount(which, x)[::-1])[::-1] for x in (k3, tokens)]  # from each step on
+    for i in range(1, len(values)):
+        (late_k3, late_n), (early_k3, early_n) = ((x[i] for x in late), (x[0] - x[i] for x in late))
+        if min(late_n, early_n) < 1000:
+            continue
+        ratio = (late_k3 / late_n) / max(early_k3 / early_n, 1e-300)
+        if max(ratio, 1 / max(ratio, 1e-300)) > (2 if best is None else best[0]):
+            best = (max(ratio, 1 / ratio), values[i], ratio > 1)
+    if best is None:
+        return None
+    ratio, step, rises = best
+    part = (each >= step) == rises
+    (_, low, _), (_, _, high) = (intervals([(k3[x], tokens[x])], level=0.999)[0] for x in (part, ~part))
+    where = f"from step {step} on" if rises else f"before step {step}"
+    return f"k3 is {ratio:.1f} times as large {where} as in the other steps" if low > high else None
 
 
 def _same_token(sample: Sample) -> tuple[float, float]:
@@ -645,7 +736,8 @@ def other_model(sample: Sample | None, facts: Facts) -> Sign | None:
     if not same and bound < LARGE[0]:
         return None
     says = f"k3 = {_interval(sample.k3)} nats per token (rounding alone: up to 0.002 on the models measured)"
-    slope, error = _slope(np.log1p(sample.pairs.positions[sample.clear]), _log_size(sample))
+    places = sample.pairs.positions[sample.clear]
+    slope, error = _slope(np.log1p(places), _log_size(sample), sample.sequence[sample.clear])
     if sample.pairs.ids is not None:
         says += (
             "; the same token differs in the same direction in different sequences: correlation of d / (1 - p) "
@@ -671,8 +763,11 @@ def sequence_ratio(sample: Sample | None, facts: Facts) -> Sign | None:
     """
     if not facts.sequence_ratio:
         return None
-    if sample is None or not len(sample):
-        return Sign(POSSIBLE, f"{facts.sequence_ratio}: without log-probs the spread of the product is not known")
+    if sample is None or len(sample) < FEWEST:
+        return Sign(
+            POSSIBLE,
+            f"{facts.sequence_ratio}: without {FEWEST} tokens' log-probs the spread of the product is not known",
+        )
     spread = float(np.sqrt(per_sequence(sample.d**2, sample.offsets).mean()))
     if len(sample.pairs) >= 30:
         spread = max(spread, float(per_sequence(sample.d, sample.offsets).std(ddof=1)))
@@ -703,7 +798,8 @@ def backend(sample: Sample | None, facts: Facts) -> Sign | None:
 class Cause:
     """One row: what it is called, how it is seen, what to do about it, and which later causes it explains away.
 
-    A note causes no mismatch and comes after what does, ``rounding-sized`` included.
+    A note causes no mismatch and comes after what does, ``rounding-sized`` included. A cause ``beside`` the mismatch harms
+    training whatever the mismatch is: it comes before ``rounding-sized``, and does not stand in its place.
     """
 
     name: str
@@ -711,6 +807,7 @@ class Cause:
     next_step: str
     explains: tuple[str, ...] = ()
     note: bool = False
+    beside: bool = False
 
 
 OTHER = "weights-rope-or-context"
@@ -812,11 +909,13 @@ CAUSES = (
         "sequence-level-ratio",
         sequence_ratio,
         "use rollout_is=token, a geometric mean, or rejection by seq_mean_k3, and align rounding to shrink the spread",
+        beside=True,
     ),
     Cause(
         "unsupported-backend",
         backend,
         "use actor.strategy=fsdp or fsdp2, or look for the cause in that backend's own kernels",
+        beside=True,
     ),
     Cause(
         NOTE,
@@ -851,6 +950,7 @@ def triage(
     sample = None if pairs is None else Sample(pairs)
     out = [finding for finding in found if finding.cause != NOT_COMPARED]
     notes = [finding for finding in found if finding.cause == NOT_COMPARED]
+    beside: list[Finding] = []
     explained = set(SHAPES) if out else set()
     for cause in CAUSES:
         if cause.name in explained:
@@ -858,26 +958,33 @@ def triage(
         sign = cause.detect(sample, facts)
         if sign is None:
             continue
-        (notes if cause.note else out).append(Finding(cause.name, sign.confidence, sign.evidence, cause.next_step))
+        kind = notes if cause.note else beside if cause.beside else out
+        kind.append(Finding(cause.name, sign.confidence, sign.evidence, cause.next_step))
         explained |= set(cause.explains)
         if isinstance(sign, Explained):
             sample = sample.without(sign.tokens)
             if len(sample) < FEWEST:  # what is left shows nothing: only settings are looked at from here
                 sample, explained = None, explained | {"sequence-level-ratio"}
-    return [*(out or [_rounding_sized(sample, compared)]), *notes]
+    if not out and (pairs is not None or not beside):
+        whole = Sample(pairs) if sample is None and pairs is not None else sample
+        beside.append(_rounding_sized(whole, compared))
+    return [*out, *beside, *notes]
 
 
 def _rounding_sized(sample: Sample | None, compared: str) -> Finding:
     more = f"; {compared}" if compared else ""
     if sample is None:
         return Finding(ROUNDING, POSSIBLE, f"no setting explains a mismatch; no log-probs were given{more}", NEXT)
-    low = len(sample) < 2000
+    if len(sample) < FEWEST:
+        says = f"{len(sample):,} tokens are too few to see any cause but those that one token shows{more}"
+        return Finding(ROUNDING, POSSIBLE, says, NEXT)
+    low = len(sample) < ENOUGH
     return Finding(
         ROUNDING,
         POSSIBLE if low else LIKELY,
         f"k3 = {_interval(sample.k3)} nats per token over {len(sample):,} tokens in {len(sample.pairs)} sequences; spread "
         f"of d / (1 - p) {sample.level:.2g} at every p, position and length{more}"
-        + ("; 2,000 tokens are needed to see the other causes" if low else ""),
+        + (f"; {ENOUGH:,} tokens are needed to see the other causes" if low else ""),
         NEXT,
     )
 
