@@ -25,7 +25,7 @@ from verl_rounding_align.measure.stats import intervals, per_sequence
 from verl_rounding_align.measure.tally import k3_terms
 
 RESULTS = Path(__file__).parent / "results" / "calibration.json"
-SEQUENCES = (24, 48, 144)
+SEQUENCES = (12, 24, 48, 144)
 QUANTITIES = ("k1", "k3", "k3 change", "k3 ratio")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 DRAWS = 2000
 CLUSTERS = 4096  # more sequences than these are summed in groups, which are independent too
-FEWEST = 6  # sequences; below, no interval is given
+FEWEST = 12  # sequences; below, no interval is given: it would be too short (recipes/calibration)
 LEAN = 0.1  # a draw whose standard error is this share of the data's says nothing
 LEAN_DRAWS = 0.01  # with more such draws, a few sequences are all there is: no interval is given
 
