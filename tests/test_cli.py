@@ -126,9 +126,15 @@ def test_a_file_that_cannot_be_read_or_written_is_named_in_one_line(tmp_path, ca
     (tmp_path / "file").write_text("")
     said = ended(capsys, monkeypatch, "presets", "--json", tmp_path / "file" / "p.json")
     assert said in [f"error: {tmp_path / 'file'}: {why}\n" for why in ("File exists", "Not a directory")]
-    (tmp_path / "d.jsonl").write_text('{"rollout_log_probs": [-1.0], "trainer_log_probs": [-1.0]}')
-    said = ended(capsys, monkeypatch, "triage", tmp_path / "d.jsonl", "--model", "/nonexist")
-    assert said.startswith("error: ") and "/nonexist" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["model", "trainer-model"])
+def test_triage_refuses_a_checkpoint_that_is_not_there(model, capsys, monkeypatch, option):
+    options = {"model": model, option: "/nonexist"}
+    said = ended(
+        capsys, monkeypatch, "triage", *(x for k, v in options.items() for x in (f"--{k}", v)), "--config", "x"
+    )
+    assert said == f"error: {option}='/nonexist': expected a folder of a Transformers checkpoint, with config.json\n"
 
 
 def test_a_note_of_triage_does_not_count(monkeypatch):
