@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -126,6 +127,8 @@ def test_a_file_that_cannot_be_read_or_written_is_named_in_one_line(tmp_path, ca
     (tmp_path / "file").write_text("")
     said = ended(capsys, monkeypatch, "presets", "--json", tmp_path / "file" / "p.json")
     assert said in [f"error: {tmp_path / 'file'}: {why}\n" for why in ("File exists", "Not a directory")]
+    monkeypatch.setattr(cli, "app", Mock(side_effect=OSError("no file config.json in /x.\n\nSee the hub.")))
+    assert ended(capsys, monkeypatch) == "error: no file config.json in /x.\n"
 
 
 @pytest.mark.parametrize("option", ["model", "trainer-model"])

@@ -359,7 +359,11 @@ def main() -> None:
 
     try:
         app()
-    except (ValueError, OSError, EngineFailed) as error:
-        named = isinstance(error, OSError) and error.filename is not None and error.strerror
-        print(f"error: {f'{error.filename}: {error.strerror}' if named else error}", file=sys.stderr)
-        sys.exit(2)
+        return
+    except (ValueError, EngineFailed) as error:
+        said = str(error)
+    except OSError as error:  # Transformers' has no file's name, and goes on in a second paragraph
+        named = error.filename is not None and error.strerror
+        said = f"{error.filename}: {error.strerror}" if named else str(error).partition("\n")[0]
+    print(f"error: {said}", file=sys.stderr)
+    sys.exit(2)
