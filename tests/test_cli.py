@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,6 +95,61 @@ def test_an_engine_that_fails_ends_with_its_reason_and_where_its_log_is(
         re.M,
     )
     assert "nanobind: leaked 3" in Path(said).read_text()
+
+
+def ended(capsys, monkeypatch, *arguments) -> str:
+    """Return what stands on stderr when the command has ended with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["verl-rounding-align", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", "nope.txt"], "nope.txt: No such file or directory"),
+        (["--tokens", "0"], "tokens=0: expected 1 or more"),
+        (
+            ["--model", "/nonexist"],
+            "model='/nonexist': expected a folder of a Transformers checkpoint, with config.json",
+        ),
+    ],
+)
+def test_gap_refuses_what_is_not_there_before_an_engine_starts(model, tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.setattr("verl_rounding_align.measure.rollout.make", lambda *_: pytest.fail("vLLM was started"))
+    said = ended(capsys, monkeypatch, "gap", "--model", model, "--out", tmp_path / "gap", *options)
+    assert said == f"error: {message}\n" and not (tmp_path / "gap").exists()
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named_in_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    said = ended(capsys, monkeypatch, "presets", "--json", tmp_path / "file" / "p.json")
+    assert said in [f"error: {tmp_path / 'file'}: {why}\n" for why in ("File exists", "Not a directory")]
+    monkeypatch.setattr(cli, "app", Mock(side_effect=OSError("no file config.json in /x.\n\nSee the hub.")))
+    assert ended(capsys, monkeypatch) == "error: no file config.json in /x.\n"
+
+
+@pytest.mark.parametrize("option", ["model", "trainer-model"])
+def test_triage_refuses_a_checkpoint_that_is_not_there(model, capsys, monkeypatch, option):
+    options = {"model": model, option: "/nonexist"}
+    said = ended(
+        capsys, monkeypatch, "triage", *(x for k, v in options.items() for x in (f"--{k}", v)), "--config", "x"
+    )
+    assert said == f"error: {option}='/nonexist': expected a folder of a Transformers checkpoint, with config.json\n"
+
+
+def test_a_note_of_triage_does_not_count(monkeypatch):
+    """Exit code 0 for rounding-sized with any note, 1 for a cause."""
+    from verl_rounding_align.measure import run_triage, triage
+
+    for cause, code in [(triage.NOT_COMPARED, 0), (triage.NOTE, 0), ("weights", 1)]:
+        found = [triage.Finding(name, triage.POSSIBLE, "", "") for name in (triage.ROUNDING, cause)]
+        monkeypatch.setattr(run_triage, "run_triage", lambda *_, found=found: found)
+        assert RUN.invoke(cli.app, ["triage"]).exit_code == code
+    help = " ".join(RUN.invoke(cli.app, ["triage", "--help"], env={"COLUMNS": "300"}).output.split())
+    assert f"notes ({triage.NOTE}, {triage.NOT_COMPARED}) do not count" in help
 
 
 # ---- plan: which engine, which regions

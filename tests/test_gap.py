@@ -5,6 +5,7 @@ vocabulary; and a report holds all that was measured, as its schema says."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -397,6 +398,43 @@ def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
         f"{tmp_path}: no gap.json, attribution.json, score.json, landing.json, triage.json; "
         f"run `verl-rounding-align gap --out {tmp_path} ...`"
     )
+
+
+FINDING = dict(cause="rounding-sized", confidence="likely", evidence="", next_step="")
+NOTHING = {
+    "triage.json": {"findings": [FINDING]},
+    "attribution.json": {"modes": {}},
+    "gap.json": {"modes": {}, "model": "tiny"},
+}
+
+
+@pytest.mark.parametrize(
+    ("versions", "title", "made"),
+    [
+        ({"triage.json": {"torch": "1"}}, "folder", "torch 1"),
+        ({"attribution.json": {"torch": "1"}, "triage.json": {"torch": "1"}}, "folder", "torch 1"),
+        (
+            {
+                "gap.json": {"torch": "1", "vllm": "3"},
+                "attribution.json": {"torch": "1"},
+                "triage.json": {"torch": "2"},
+            },
+            "tiny",
+            "torch 1 (gap.json, attribution.json) and 2 (triage.json), vllm 3 (gap.json)",
+        ),
+    ],
+)
+def test_a_report_names_what_there_is_and_the_versions_of_each_file(tmp_path, versions, title, made):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, of in versions.items():
+        payload = {**NOTHING[name], "schema_version": VERSION, "versions": of}
+        (folder / name).write_text(json.dumps(payload))
+    gap_report.write(folder)
+    for page in ("report.md", "report.html"):
+        text = html.unescape((folder / page).read_text())
+        assert f"{title}: where the trainer's log-probs differ from the engine's" in text and made in text
+        assert "None" not in text
 
 
 # ---- a real engine

@@ -125,8 +125,10 @@ def test_stored_coverage_is_93_to_97_percent():
 
 def test_stored_scale_is_within_twenty_seconds_and_memory_does_not_grow_with_tokens():
     rows = json.loads((RECIPE / "results" / "scale.json").read_text())["rows"]
-    for suffix in (".jsonl", ".parquet"):
-        by_size = {r["tokens"]: r for r in rows if r["format"] == suffix}
+    kinds = {(r["format"], r["length"]) for r in rows}
+    assert kinds == {(suffix, length) for suffix in (".jsonl", ".parquet") for length in ("64 to 1,024", "16,384")}
+    for kind in kinds:
+        by_size = {r["tokens"]: r for r in rows if (r["format"], r["length"]) == kind}
         assert by_size[1_000_000]["seconds"] < 20
         # from 4 to 16 million tokens; two fp64 log-probs each would take 183 MiB more. Below, the bootstrap's own arrays grow
         # with sequences up to 4,096 of them

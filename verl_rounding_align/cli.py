@@ -338,7 +338,7 @@ def triage(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Name causes of a mismatch that are not rounding, from log-probs and settings; exit 0 if it is rounding-sized."""
+    """Name causes of a mismatch that are not rounding, from log-probs and settings; exit 0 if it is rounding-sized, else 1; notes (sampled-elsewhere, weights-not-compared) do not count."""
     from . import report
     from .measure import triage as tool
     from .measure.run_triage import run_triage
@@ -349,15 +349,21 @@ def triage(
     if json:
         head = {"schema": "verl-rounding-align/triage", "schema_version": VERSION}
         report.write_json(json, {**head, "findings": tool.as_json(findings)})
-    raise typer.Exit(0 if {f.cause for f in findings} <= {tool.ROUNDING, tool.NOTE} else 1)
+    raise typer.Exit(0 if {f.cause for f in findings} <= {tool.ROUNDING, tool.NOTE, tool.NOT_COMPARED} else 1)
 
 
 def main() -> None:
-    """Run the command line; a ValueError, or an engine that failed, is a message: without a traceback, exit code 2."""
+    """Run the command line; a value that is not legal, a file that cannot be read or written, or an engine that failed is
+    one sentence: without a traceback, exit code 2."""
     from .engine.failed import EngineFailed
 
     try:
         app()
+        return
     except (ValueError, EngineFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        said = str(error)
+    except OSError as error:  # Transformers' has no file's name, and goes on in a second paragraph
+        named = error.filename is not None and error.strerror
+        said = f"{error.filename}: {error.strerror}" if named else str(error).partition("\n")[0]
+    print(f"error: {said}", file=sys.stderr)
+    sys.exit(2)

@@ -1,4 +1,4 @@
-"""What `verl-rounding-align gap score` takes for dumps of growing size: seconds and peak memory of the whole command.
+"""What `verl-rounding-align gap score` takes for dumps of growing size: CPU seconds and peak memory of the whole command.
 
 python recipes/calibration/scale.py [--tokens 1000000 4000000 16000000]
 """
@@ -6,10 +6,11 @@ python recipes/calibration/scale.py [--tokens 1000000 4000000 16000000]
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,23 +19,31 @@ from verl_rounding_align import report
 from verl_rounding_align.measure import pairs
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
+# not ru_maxrss, which starts at the memory of the process that starts this one
 WATCHED = (
-    "import resource, sys; from verl_rounding_align.cli import app; "
+    "import re, sys; from pathlib import Path; from verl_rounding_align.cli import app; "
     "app(['gap', 'score', sys.argv[1]], standalone_mode=False); "
-    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    r"print(re.search(r'VmHWM:\s*(\d+) kB', Path('/proc/self/status').read_text())[1])"
 )
+LENGTHS = {"64 to 1,024": (64, 1024), "16,384": (16_384, 16_384)}  # tokens per row
 
 
-def parts(tokens: int, seed: int = 0):
-    """Yield pairs with about ``tokens`` tokens in sequences of 64 to 1,024."""
+def parts(tokens: int, lowest: int, highest: int, seed: int = 0):
+    """Yield pairs with about ``tokens`` tokens in sequences of ``lowest`` to ``highest``, 200 at a time (a row group)."""
     rng = np.random.default_rng(seed)
     while tokens > 0:
-        lengths = rng.integers(64, 1025, 200)
+        lengths = rng.integers(lowest, highest + 1, 200)
         lengths = lengths[: np.searchsorted(np.cumsum(lengths), tokens) + 1]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rollout = -rng.exponential(size=offsets[-1])
         yield pairs.Pairs.of(rollout, rollout + 0.04 * rng.standard_t(6, offsets[-1]), offsets)
         tokens -= offsets[-1]
+
+
+def cpu() -> float:
+    """Return the CPU seconds, user and system, of the processes that have ended; of use where the machine has other work."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def main() -> None:
@@ -44,32 +53,18 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for suffix in pairs.SUFFIXES:
-            for tokens in args.tokens:
-                dump = Path(folder) / f"dump{suffix}"
-                pairs.write(dump, parts(tokens))
-                begin = time.perf_counter()
-                done = subprocess.run(
-                    [sys.executable, "-c", WATCHED, str(dump)], capture_output=True, text=True, check=True
-                )
-                seconds = time.perf_counter() - begin
-                peak = int(done.stdout.split()[-1]) / 1024
-                rows.append(
-                    dict(
-                        format=suffix,
-                        tokens=tokens,
-                        seconds=seconds,
-                        peak_mib=peak,
-                        dump_mib=dump.stat().st_size / 2**20,
-                    )
-                )
-                print(f"{suffix} {tokens:,} tokens: {seconds:.1f} s, {peak:.0f} MiB at most", flush=True)
-    cells = [
-        (r["format"], f"{r['tokens']:,}", f"{r['dump_mib']:.0f}", f"{r['seconds']:.1f}", f"{r['peak_mib']:.0f}")
-        for r in rows
-    ]
-    columns = ("dump", "tokens", "dump, MiB", "whole command, s", "peak memory, MiB")
-    report.show(report.table("verl-rounding-align gap score", columns, cells))
+        for suffix, length, tokens in itertools.product(pairs.SUFFIXES, LENGTHS, args.tokens):
+            dump = Path(folder) / f"dump{suffix}"
+            pairs.write(dump, parts(tokens, *LENGTHS[length]))
+            begin = cpu()
+            command = [sys.executable, "-c", WATCHED, str(dump)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds, peak = cpu() - begin, int(done.stdout.split()[-1]) / 1024
+            size = dump.stat().st_size / 2**20
+            rows.append(
+                dict(format=suffix, length=length, tokens=tokens, seconds=seconds, peak_mib=peak, dump_mib=size)
+            )
+            print(f"{suffix} {length} {tokens:,} tokens: {seconds:.1f} s of CPU, {peak:.0f} MiB at most", flush=True)
     report.write_json(args.json, {"rows": rows})
 
 

@@ -30,10 +30,16 @@ def coverage() -> str:
 def scale() -> str:
     """Time and memory of summarising a dump."""
     rows = [
-        [r["format"], f"{r['tokens']:,}", f"{r['dump_mib']:.0f}", f"{r['seconds']:.1f}", f"{r['peak_mib']:.0f}"]
+        [
+            r["format"],
+            r["length"],
+            f"{r['tokens']:,}",
+            *(f"{r[k]:.{digits}f}" for k, digits in (("dump_mib", 0), ("seconds", 1), ("peak_mib", 0))),
+        ]
         for r in load("scale")["rows"]
     ]
-    return report.markdown(["dump", "tokens", "dump, MiB", "whole command, s", "peak memory, MiB"], rows)
+    columns = ["dump", "tokens per row", "tokens", "dump, MiB", "CPU time, s", "peak memory, MiB"]
+    return report.markdown(columns, rows)
 
 
 def filled(text: str) -> str:

@@ -258,8 +258,29 @@ def sections(folder: Path) -> list[Section]:
     return [section for name, payload in _found(folder).items() for section in PARTS[name](payload)]
 
 
+def _made(found: Mapping[str, dict]) -> dict[str, str]:
+    """Return package -> version; where the files of a folder differ, each version with the files that it made.
+
+    >>> _made({"a.json": {"versions": {"torch": "1", "vllm": "2"}}, "b.json": {"versions": {"torch": "3", "vllm": "2"}}})
+    {'torch': '1 (a.json) and 3 (b.json)', 'vllm': '2'}
+    """
+    of: dict[str, dict[str, list[str]]] = {}
+    for file, payload in found.items():
+        for package, version in payload["versions"].items():
+            of.setdefault(package, {}).setdefault(version, []).append(file)
+    return {
+        package: " and ".join(v if len(made) == len(found) else f"{v} ({', '.join(made)})" for v, made in by.items())
+        for package, by in of.items()
+    }
+
+
 def write(folder: Path) -> list[Path]:
-    """Write ``report.md`` and ``report.html`` into the folder; return their paths."""
-    first = next(iter(_found(folder).values()))
-    title = f"{first.get('model') or first.get('source')}: where the trainer's log-probs differ from the engine's"
-    return report.write_pages(folder, "report", title, sections(folder), first["versions"])
+    """Write ``report.md`` and ``report.html`` into the folder; return their paths.
+
+    The title names the model, or the dump; where no file says which, the folder.
+    """
+    found = _found(folder)
+    names = [payload.get("model") or payload.get("source") for payload in found.values()]
+    name = next(filter(None, names), folder.resolve().name)
+    title = f"{name}: where the trainer's log-probs differ from the engine's"
+    return report.write_pages(folder, "report", title, sections(folder), _made(found))

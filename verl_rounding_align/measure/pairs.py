@@ -13,7 +13,9 @@ A *dump* is a file, or a folder of files, with one sequence per line (``.jsonl``
     uid                str            optional  any name
 
 Other fields are left alone, so that verl's own rollout dumps (``trainer.rollout_data_dir``), to which this package adds
-the first two, are dumps. Reading streams: a chunk of sequences at a time, whatever the size of the dump.
+the first two, are dumps. JSON lines are UTF-8. A log-prob that is missing is null or NaN; two of one token that counts are
+less than 300 nats apart, for k3 is to be summed. Reading streams: a chunk of sequences at a time, whatever the size of the
+dump.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +35,27 @@ NAMES = {
     "rollout_log_probs": ("rollout_log_probs",),
     "trainer_log_probs": ("trainer_log_probs", "old_log_probs"),
 }
-PER_TOKEN = ("response_mask", "response_ids", "advantages")
+
+
+class Kind(NamedTuple):
+    """Values of a field: what is legal in words, the types that JSON may give, the dtype that is kept, a check of fp64."""
+
+    legal: str
+    types: frozenset
+    dtype: type
+    holds: Callable[[np.ndarray], np.ndarray]
+
+
+NUMBER = Kind("a number, or null", frozenset({float, int, type(None)}), np.float64, lambda x: np.ones(x.shape, bool))
+BIT = Kind("0 or 1", frozenset({float, int, bool}), np.bool_, lambda x: (x == 0) | (x == 1))
+WHOLE = Kind("a whole number", frozenset({float, int}), np.int64, lambda x: (x == np.floor(x)) & (np.abs(x) < 2**53))
+COUNT = Kind("a whole number, 0 or more", WHOLE.types, np.int64, lambda x: WHOLE.holds(x) & (x >= 0))
+
+PER_TOKEN = {"response_mask": BIT, "response_ids": WHOLE, "advantages": NUMBER}
+PER_ROW = {"prompt_length": COUNT, "step": WHOLE}
+READ = {*(alias for aliases in NAMES.values() for alias in aliases), *PER_TOKEN, *PER_ROW}
+FAR = 300  # nats; exp(300) and its square, which the intervals need, are fp64 numbers
+BATCH = 2**22  # bytes of Parquet values decoded at a time, about
 
 
 @dataclass(frozen=True)
@@ -143,46 +166,115 @@ def files(path: Path) -> list[Path]:
     return sorted(found, key=lambda f: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", f.name)])
 
 
-def _rows(file: Path, progress: Callable[[float], None]) -> Iterator[dict]:
-    """Return the rows of one file, streamed."""
-    if file.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ValueError(
-                f"{file}: reading Parquet needs pyarrow (pip install pyarrow); or use JSON lines"
-            ) from error
-        with parquet.ParquetFile(
-            file, pre_buffer=False
-        ) as table:  # a buffer would hold what has been read: 20 B a token
-            done, rows = 0, max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=256, use_threads=False):
-                yield from batch.to_pylist()
-                done += batch.num_rows
-                progress(done / rows)
-        return
+def _rows(file: Path, progress: Callable[[float], None]) -> Iterator[tuple[str, object]]:
+    """Return (place, row) of one file, streamed."""
+    return (_parquet_rows if file.suffix == ".parquet" else _json_rows)(file, progress)
+
+
+def _json_rows(file: Path, progress: Callable[[float], None]) -> Iterator[tuple[str, object]]:
     done, size = 0, max(1, file.stat().st_size)
-    with file.open() as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             done += len(line)
             progress(done / size)
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
+            where = f"{file}, line {number}"
+            try:
+                text = line.decode("utf-8-sig")
+                if text.strip():
+                    yield where, json.loads(text)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{where}: not JSON: {error}") from error
 
 
-def _sequence(row: dict, where: str) -> dict | None:
+def _parquet_rows(file: Path, progress: Callable[[float], None]) -> Iterator[tuple[str, dict]]:
+    """Return (place, row); fields that are not read are None."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ValueError(f"{file}: reading Parquet needs pyarrow (pip install pyarrow); or use JSON lines") from error
+    number = 0
+    try:
+        # what has been read is not kept (pre_buffer), and a column's compressed bytes come in pieces (buffer_size)
+        with parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
+            names = table.schema_arrow.names
+            known, rows = [name for name in names if name in READ], max(1, table.metadata.num_rows)
+            for batch in table.iter_batches(_batch_size(table.metadata), columns=known, use_threads=False):
+                columns = [_values(column) for column in batch.columns]
+                for row in zip(*columns, strict=True) if known else [()] * batch.num_rows:
+                    number += 1
+                    yield f"{file}, row {number}", {**dict.fromkeys(names), **dict(zip(known, row, strict=True))}
+                progress(number / rows)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{file}, after row {number}: cannot be read as Parquet: {error}") from error
+
+
+def _batch_size(metadata) -> int:
+    """Return how many rows have about ``BATCH`` bytes, 8 for each value of the columns that are read."""
+    most = 1.0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = [group.column(i) for i in range(group.num_columns)]
+        values = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] in READ)
+        most = max(most, 8 * values / max(1, group.num_rows))
+    return max(1, int(BATCH / most))
+
+
+def _values(column) -> list:
+    """Return each row's value of an Arrow array: lists of numbers as NumPy arrays, the rest as Python has it."""
+    from pyarrow import compute, types
+
+    kind = column.type
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    of = kind.value_type if lists else None
+    if not lists or not (types.is_integer(of) or types.is_floating(of) or types.is_boolean(of)):
+        return column.to_pylist()
+    flat, valid = column.flatten().to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
+    lengths = compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    parts = np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    return [part if there else None for part, there in zip(parts, valid, strict=True)]
+
+
+def _said(value) -> str:
+    """Return a value as an error shows it: as JSON has it, cut."""
+    text = json.dumps(value.item() if isinstance(value, np.generic) else value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _checked(values, kind: Kind, where: str) -> np.ndarray:
+    """Return the values of one field of one row; (tokens,) of the kind's dtype.
+
+    Args:
+        values: a list from JSON, or an array of numbers.
+        where: file, row and field.
+
+    Raises:
+        ValueError: no list, or a value that is not of the kind.
+    """
+    if not isinstance(values, list | np.ndarray):
+        raise ValueError(f"{where}={_said(values)}: expected a list, of each token {kind.legal}")
+    if isinstance(values, np.ndarray) or set(map(type, values)) <= kind.types:
+        array = np.asarray(values, dtype=np.float64)
+        wrong = np.flatnonzero(~kind.holds(array))
+    else:
+        wrong = [i for i, value in enumerate(values) if type(value) not in kind.types]
+    if len(wrong):
+        raise ValueError(f"{where}[{wrong[0]}]={_said(values[wrong[0]])}: expected {kind.legal}")
+    return array.astype(kind.dtype, copy=False)
+
+
+def _sequence(row: object, where: str) -> dict | None:
     """Return one row's arrays, None for a response without tokens.
 
     Raises:
-        ValueError: a required field is missing, or lengths differ.
+        ValueError: a required field is missing, a value is not legal, or lengths differ.
     """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {_said(row)}: expected an object with {' and '.join(NAMES)}")
     found = {}
     for name, aliases in NAMES.items():
-        values = next((row[a] for a in aliases if row.get(a) is not None), None)
-        if values is None:
+        alias = next((a for a in aliases if row.get(a) is not None), None)
+        if alias is None:
             hint = (
                 "; verl's own rollout dumps hold no log-probs: run verl with this package installed and "
                 "trainer.rounding_align_metrics not false, and they do"
@@ -190,20 +282,38 @@ def _sequence(row: dict, where: str) -> dict | None:
                 else ""
             )
             raise ValueError(f"{where}: no {' or '.join(aliases)}; the row has {', '.join(sorted(row))}{hint}")
-        found[name] = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+        found[name] = _checked(row[alias], NUMBER, f"{where}: {alias}")
     length = len(found["rollout_log_probs"])
-    for name in PER_TOKEN:
+    for name, kind in PER_TOKEN.items():
         if row.get(name) is not None:
-            found[name] = np.asarray(row[name], dtype=np.float64 if name == "advantages" else np.int64)
+            found[name] = _checked(row[name], kind, f"{where}: {name}")
     wrong = {name: len(values) for name, values in found.items() if len(values) != length}
     if wrong:
         raise ValueError(
             f"{where}: rollout_log_probs has {length} entries, " + ", ".join(f"{k} {v}" for k, v in wrong.items())
         )
-    for name in ("prompt_length", "step"):
-        if row.get(name) is not None:
-            found[name] = int(row[name])
+    for name, kind in PER_ROW.items():
+        value = row.get(name)
+        if value is not None:
+            if type(value) not in kind.types or not kind.holds(np.float64(value)):
+                raise ValueError(f"{where}: {name}={_said(value)}: expected {kind.legal}")
+            found[name] = int(value)
+    _near(found, where)
     return found if length else None
+
+
+def _near(found: dict, where: str) -> None:
+    """Raise a ValueError if the log-probs of a token that counts are so far apart that k3 cannot be summed."""
+    rollout, trainer = found["rollout_log_probs"], found["trainer_log_probs"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        far = np.isfinite(rollout) & np.isfinite(trainer) & ~(np.abs(rollout - trainer) < FAR)
+    far = np.flatnonzero(far & found.get("response_mask", True))
+    if len(far):
+        i = far[0]
+        raise ValueError(
+            f"{where}: rollout_log_probs[{i}]={rollout[i]:g}, trainer_log_probs[{i}]={trainer[i]:g}: expected less than {FAR} "
+            "nats between them; write null for a log-prob that is missing, 0 in response_mask for a token that does not count"
+        )
 
 
 def _pack(rows: list[dict]) -> Pairs:
@@ -215,8 +325,7 @@ def _pack(rows: list[dict]) -> Pairs:
 
     lengths = [len(r["rollout_log_probs"]) for r in rows]
     masks = [
-        r["response_mask"] != 0 if "response_mask" in r else np.ones(n, bool)
-        for r, n in zip(rows, lengths, strict=True)
+        r["response_mask"] if "response_mask" in r else np.ones(n, bool) for r, n in zip(rows, lengths, strict=True)
     ]
     return Pairs(
         join("rollout_log_probs"),
@@ -239,13 +348,14 @@ def read(
         progress: called with the share of the dump that is read, 0 to 1.
 
     Raises:
-        ValueError: no dump, or a row that is not as the module's docstring says; the message names file and row.
+        ValueError: no dump, or a row that is not as the module's docstring says; the message names file, row, field, the
+            value and what is legal.
     """
     rows, tokens, every = [], 0, files(Path(path))
     for i, file in enumerate(every):
         part = lambda share, i=i: progress((i + share) / len(every))  # noqa: E731
-        for number, row in enumerate(_rows(file, part), 1):
-            if found := _sequence(row, f"{file}, sequence {number}"):
+        for where, row in _rows(file, part):
+            if found := _sequence(row, where):
                 rows.append(found)
                 tokens += len(found["rollout_log_probs"])
             if tokens >= chunk:

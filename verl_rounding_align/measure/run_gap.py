@@ -86,6 +86,10 @@ def run_gap(
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"prompts={str(prompts)!r}: not one prompt in it")
+    if not (Path(model) / "config.json").is_file():
+        raise ValueError(f"model={model!r}: expected a folder of a Transformers checkpoint, with config.json")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}: expected 1 or more")
     presets = {}
     for eager in MODES[mode]:
         name = "eager" if eager else "compiled"

@@ -33,6 +33,9 @@ def run_triage(
         raise ValueError("nothing to look at: give a DUMP, --config, or --model with --trainer-model")
     if trainer_model and not model:
         raise ValueError(f"trainer-model={trainer_model!r}: give the engine's checkpoint as --model too")
+    for name, folder in (("model", model), ("trainer-model", trainer_model)):
+        if folder and not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{name}={folder!r}: expected a folder of a Transformers checkpoint, with config.json")
     known, sample, found, compared = facts.Facts(), None, [], ""
     if dump is not None:
         gap = read_gap(dump) if dump.is_dir() else None
