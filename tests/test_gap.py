@@ -264,22 +264,60 @@ def test_the_engine_against_itself_is_a_floor(checkpoint, rollouts, tmp_path):
     assert {prefill.kind, scheduling.kind} == {"floor"}
 
 
-def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(rollouts, tmp_path):
-    meta = {"model": "m", "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(checkpoint, rollouts, tmp_path):
+    made_by = rollout.checkpoint_digest(Path(checkpoint))
+    meta = {"checkpoint": made_by, "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
     stored = replace(rollouts, meta=meta)
     stored.save(tmp_path)
-    loaded = make(tmp_path, "m", ["unused"], 100, eager=True)
+    loaded = make(tmp_path, checkpoint, ["unused"], 100, eager=True)
     assert torch.equal(loaded.tokens, rollouts.tokens) and torch.equal(loaded.log_probs, rollouts.log_probs)
     with pytest.raises(ValueError) as error:
-        make(tmp_path, "m", ["unused"], 100, eager=False)
+        make(tmp_path, checkpoint, ["unused"], 100, eager=False)
     assert str(error.value) == (
-        f"{tmp_path} holds 102 response tokens made with {{'mode': 'eager'}}, asked for 100 with {{'model': 'm', "
-        f"'mode': 'compiled', 'prompts': '{rollout.digest(['unused'])}'}}; choose another folder"
+        f"{tmp_path} holds 102 response tokens made with {{'mode': 'eager'}}, asked for 100 with "
+        f"{{'mode': 'compiled', 'prompts': '{rollout.digest(['unused'])}'}}; choose another folder"
     )
     with pytest.raises(ValueError, match="made with {'prompts': "):
-        make(tmp_path, "m", ["others"], 100, eager=True)
+        make(tmp_path, checkpoint, ["others"], 100, eager=True)
     with pytest.raises(ValueError, match="holds 102 response tokens made with these options, asked for 500"):
-        make(tmp_path, "m", ["unused"], 500, eager=True)
+        make(tmp_path, checkpoint, ["unused"], 500, eager=True)
+
+
+def test_rollouts_belong_to_the_checkpoint_that_made_them(checkpoint, rollouts, tmp_path, monkeypatch):
+    """Wherever it lies, under whatever name; other weights under its name are another checkpoint, for ``gap`` and for
+    ``gap score``, and so is one that is not known."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(checkpoint, model)
+    meta = {"model": str(model), "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+    made_by = rollout.checkpoint_digest(model)
+    replace(rollouts, meta=meta | {"checkpoint": made_by, "versions": {}}).save(out / "eager")
+    preset = {"device": "cpu", "preset": get("vllm_cpu").as_dict()}
+    (out / "eager" / run_gap.PRESET).write_text(json.dumps(preset))
+
+    def both(model: str) -> None:
+        make(out / "eager", model, ["unused"], 100, eager=True)
+        run_gap.rescore(out, model, ["none"], "eager", None, noise=False)
+
+    both(str(model))
+    both(checkpoint)  # the same weights elsewhere
+    monkeypatch.chdir(tmp_path)
+    both("model")
+    tiny("qwen3", seed=1).save_pretrained(model)
+    said = (
+        f"{out / 'eager'}: its rollouts were made by checkpoint {made_by} \\(a digest of config and weights\\), model="
+    )
+    with pytest.raises(ValueError, match=said):
+        make(out / "eager", str(model), ["unused"], 100, eager=True)
+    with pytest.raises(ValueError, match=said):
+        run_gap.rescore(out, None, ["none"], "eager", None, noise=False)
+    replace(rollouts, meta=meta).save(out / "eager")
+    said = "do not say which checkpoint made them .* another folder as --out"
+    with pytest.raises(ValueError, match=said):
+        make(out / "eager", checkpoint, ["unused"], 100, eager=True)
+    with pytest.raises(ValueError, match=said):
+        run_gap.rescore(out, checkpoint, ["none"], "eager", None, noise=False)
+    with pytest.raises(ValueError, match="model='nowhere': no folder with a config.json"):
+        make(tmp_path / "new", "nowhere", ["unused"], 100, eager=True)
 
 
 def test_arrays_that_do_not_fit_are_an_error(rollouts, tmp_path):
@@ -300,7 +338,8 @@ def measured(checkpoint, rollouts, tmp_path_factory):
     plain = score(tiny("qwen3").eval(), rollouts)["log_probs"]
     noisy = torch.where(torch.arange(len(plain)) % 10 == 0, plain.bfloat16().float(), plain)
     for mode, log_probs in (("compiled", rollouts.log_probs), ("eager", noisy)):
-        meta = {"model": checkpoint, "response_tokens": 102, "versions": versions, "temperature": 1.0}
+        meta = {"model": checkpoint, "checkpoint": rollout.checkpoint_digest(Path(checkpoint))}
+        meta |= {"response_tokens": 102, "versions": versions, "temperature": 1.0}
         replace(rollouts, log_probs=log_probs, meta=meta).save(out / mode)
         preset = get({"compiled": "vllm_compiled", "eager": "vllm_cpu"}[mode])
         (out / mode / run_gap.PRESET).write_text(json.dumps({"device": "cpu", "preset": preset.as_dict()}))

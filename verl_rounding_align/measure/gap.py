@@ -26,7 +26,7 @@ from ..patch import align
 from ..plan import find_preset
 from ..presets import TRAINER, Preset, get
 from .arms import NONE, live, plan, points
-from .rollout import PREFILL, NextTokens, Rollouts, save
+from .rollout import PREFILL, NextTokens, Rollouts, checkpoint_digest, save
 from .score import score
 from .stats import Interval, intervals, per_sequence
 from .tally import FLOOR, GapRow, Tally, gap_row, k3_terms, tally_row
@@ -92,22 +92,6 @@ def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray
     at = np.concatenate(indices)
     d = a.log_probs.double().numpy()[at] - b.log_probs.double().numpy()[np.concatenate(other)]
     return d, np.concatenate([[0], np.cumsum(lengths)]), at
-
-
-def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's config and weights: of every weight file its size and 64 blocks of 64 KiB.
-
-    A checkpoint that was trained on differs in all of them; a single element changed by hand may not.
-    """
-    found = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]):
-        size, block = file.stat().st_size, 1 << 16
-        found.update(f"{file.name} {size}".encode())
-        with file.open("rb") as f:
-            for i in range(64):
-                f.seek(i * max(0, size - block) // 63)
-                found.update(f.read(block))
-    return found.hexdigest()[:16]
 
 
 class Trainer:

@@ -53,6 +53,51 @@ def save(file: Path, arrays: dict[str, torch.Tensor], metadata: dict[str, str] |
     part.replace(file)
 
 
+def checkpoint_digest(folder: Path) -> str:
+    """Return a digest of a checkpoint's config and weights: of every weight file its size and 64 blocks of 64 KiB.
+
+    A checkpoint that was trained on differs in all of them; a single element changed by hand may not.
+
+    Raises:
+        ValueError: no folder with a config.json.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model={str(folder)!r}: no folder with a config.json; give that of a Transformers checkpoint")
+    found = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]):
+        size, block = file.stat().st_size, 1 << 16
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            for i in range(64):
+                f.seek(i * max(0, size - block) // 63)
+                found.update(f.read(block))
+    return found.hexdigest()[:16]
+
+
+def check_checkpoint(folder: Path, meta: dict, model: str) -> None:
+    """Check that a checkpoint is the one that made the rollouts in ``folder``.
+
+    Args:
+        meta: of the rollouts.
+        model: the checkpoint's folder, wherever it lies now.
+
+    Raises:
+        ValueError: it is another one, or the rollouts do not say which one it was.
+    """
+    now = checkpoint_digest(Path(model))
+    if "checkpoint" not in meta:
+        raise ValueError(
+            f"{folder}: its rollouts do not say which checkpoint made them (those of earlier versions do not), so that "
+            "their log-probs cannot be compared with a trainer's; measure anew, with another folder as --out"
+        )
+    if meta["checkpoint"] != now:
+        raise ValueError(
+            f"{folder}: its rollouts were made by checkpoint {meta['checkpoint']} (a digest of config and weights), "
+            f"model={model!r} is {now} now; give the checkpoint that made them as --model, or measure this one with "
+            "another folder as --out"
+        )
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """Sequences and the engine's log-probs; see the module's docstring for shapes and dtypes. ``meta`` is the JSON."""
@@ -84,7 +129,9 @@ class Rollouts:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "rollouts.json").write_text(json.dumps(self.meta, indent=2, sort_keys=True) + "\n")
+        part = folder / "rollouts.json.part"
+        part.write_text(json.dumps(self.meta, indent=2, sort_keys=True) + "\n")
+        part.replace(folder / "rollouts.json")
         names = ("tokens", "offsets", "prompts", "log_probs")
         save(folder / "rollouts.safetensors", {name: getattr(self, name) for name in names})
 
@@ -332,17 +379,18 @@ def make(
 
     Raises:
         EngineFailed: vLLM failed; its output is in ``rollouts.log``.
-        ValueError: ``folder`` holds rollouts made in another way.
+        ValueError: ``folder`` holds rollouts made in another way, or by another checkpoint.
     """
-    asked = dict(model=str(model), mode="eager" if eager else "compiled", prompts=digest(prompts), **options)
-    _same(folder, asked, tokens)
+    asked = dict(mode="eager" if eager else "compiled", prompts=digest(prompts), **options)
+    _same(folder, str(model), asked, tokens)
     missing = {name: n for name, n in (extras or {}).items() if n and _lacks(folder, name, n)}
     if missing or not (folder / "rollouts.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        request = dict(model=str(model), prompts=prompts, tokens=tokens, eager=eager, extras=missing, **options)
+        request = dict(model=str(model), checkpoint=checkpoint_digest(Path(model)), prompts=prompts, tokens=tokens)
+        request |= dict(eager=eager, extras=missing, **options)
         file = folder / "request.json"
         before = json.loads(file.read_text()) if file.exists() else {}
-        if {**before, "extras": missing, "tokens": tokens} != request:
+        if {**before, "model": str(model), "extras": missing, "tokens": tokens} != request:
             shutil.rmtree(folder / "partial", ignore_errors=True)  # of another request
         file.write_text(json.dumps(request))
         said = folder / "rollouts.log"
@@ -381,10 +429,11 @@ def _lacks(folder: Path, name: str, n: int) -> bool:
     return name == NEXT_TOKENS and len(NextTokens.load(folder).at) < min(n, len(Rollouts.load(folder).log_probs))
 
 
-def _same(folder: Path, asked: dict, tokens: int) -> None:
+def _same(folder: Path, model: str, asked: dict, tokens: int) -> None:
     """Check that rollouts in ``folder``, if there are any, are those that are asked for."""
     if (folder / "rollouts.safetensors").exists():
         kept = Rollouts.load(folder)
+        check_checkpoint(folder, kept.meta, model)
         other = {k: kept.meta.get(k) for k, v in asked.items() if kept.meta.get(k) != v}
         if other or kept.meta["response_tokens"] < tokens:
             raise ValueError(
@@ -396,6 +445,7 @@ def _same(folder: Path, asked: dict, tokens: int) -> None:
 def run(
     folder: Path,
     model: str,
+    checkpoint: str,
     prompts: list[str],
     tokens: int,
     eager: bool,
@@ -414,7 +464,7 @@ def run(
     engine = start(model, eager, length, seed, sequences_at_once, prefix_cache, logprobs_mode, **more)
     if not (folder / "rollouts.safetensors").exists():
         how = dict(sequences_at_once=sequences_at_once, prefix_cache=prefix_cache, **more)
-        how |= dict(model=model, mode="eager" if eager else "compiled")
+        how |= dict(model=model, checkpoint=checkpoint, mode="eager" if eager else "compiled")
         sampling = dict(length=length, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k)
         partial = folder / "partial"
         kept = Rollouts.load(partial) if (partial / "rollouts.safetensors").exists() else None

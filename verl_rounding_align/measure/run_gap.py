@@ -146,17 +146,21 @@ def rescore(
         engine: a preset's name or a probe's file; None for the preset that ``gap`` aligned to.
 
     Raises:
-        ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there.
+        ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there, or that is
+            not the one that made the rollouts.
     """
     arms, presets, devices = check("both", regions), {}, set()
     for mode in ("compiled", "eager"):
         if (source / mode / "rollouts.safetensors").exists():
             meta, kept = rollout.Rollouts.load(source / mode).meta, json.loads((source / mode / PRESET).read_text())
             model = model or meta["model"]
+            if not Path(model).is_dir():
+                raise ValueError(
+                    f"model={model!r}: no such folder; give the checkpoint that made the rollouts as --model"
+                )
+            rollout.check_checkpoint(source / mode, meta, model)
             devices.add(kept["device"])
             presets[mode] = find_preset(engine or Preset.from_dict(kept["preset"]))
-    if not Path(model).is_dir():
-        raise ValueError(f"model={model!r}: no such folder; give the checkpoint that made the rollouts as --model")
     if len(devices) != 1:
         raise ValueError(f"{source}: rollouts of unlike devices, {', '.join(sorted(devices))}")
     return _measure(model, source, presets, arms, backend, here(devices.pop()), tuple(gap.FLOORS) if noise else ())
