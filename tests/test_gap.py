@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from verl_rounding_align import align, cli, parse_plan
 from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap
 from verl_rounding_align.measure.rollout import NextTokens, Rollouts, make
+from verl_rounding_align.measure.run_triage import read_gap
 from verl_rounding_align.measure.score import LAYOUTS, score
 from verl_rounding_align.measure.tally import VERSION, gap_row
 from verl_rounding_align.presets import get
@@ -185,6 +186,23 @@ def test_a_score_is_kept_for_what_it_was_made_of_only(checkpoint, rollouts, tmp_
     tiny("qwen3", seed=1).save_pretrained(model)
     again, other = scored()
     assert again == {"none", "rope"} and other != k3
+
+
+def test_triage_reads_scores_of_the_folders_own_rollouts_only(checkpoint, rollouts, tmp_path):
+    made_by = {"checkpoint": rollout.checkpoint_digest(Path(checkpoint))}
+    own = replace(rollouts, meta={**rollouts.meta, **made_by})
+    own.save(tmp_path)
+    assert read_gap(tmp_path) is None  # no scores yet
+    trainer(checkpoint, rollouts, tmp_path).scores("none", get("vllm_compiled"))
+    pairs, meta = read_gap(tmp_path)
+    assert meta == own.meta and len(pairs.trainer) == 102
+    for other, what in (
+        (replace(own, tokens=own.tokens.flip(0)), "rollouts"),
+        (replace(own, meta={**own.meta, "checkpoint": "another"}), "checkpoint"),
+    ):
+        other.save(tmp_path)
+        with pytest.raises(ValueError, match=f"scores of other {what} than the folder's; run `verl-rounding-align gap"):
+            read_gap(tmp_path)
 
 
 def test_arms_that_move_the_same_points_are_scored_once(checkpoint, rollouts, tmp_path):

@@ -94,6 +94,10 @@ def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return d, np.concatenate([[0], np.cumsum(lengths)]), at
 
 
+def _tokens_digest(rollouts: Rollouts) -> str:
+    return hashlib.sha256(rollouts.tokens.numpy().tobytes() + rollouts.prompts.numpy().tobytes()).hexdigest()[:16]
+
+
 class Trainer:
     """Scores of one rollout folder by one checkpoint, arm by arm, kept in the folder: what is there is not done again.
 
@@ -121,7 +125,7 @@ class Trainer:
         self.backend, self.device, self.progress = backend, device, progress
         self.whole = NextTokens.load(folder)
         self._loaded = None
-        tokens = hashlib.sha256(rollouts.tokens.numpy().tobytes() + rollouts.prompts.numpy().tobytes()).hexdigest()[:16]
+        tokens = _tokens_digest(rollouts)
         names = ("torch", "transformers", "verl-rounding-align")
         self._depends = dict(rollouts=tokens, checkpoint=checkpoint_digest(Path(model)), backend=backend, device=device)
         self._depends |= {name: version for name, version in report.versions().items() if name in names}
@@ -236,14 +240,50 @@ class Kept:
     live: frozenset[str]  # points at which trainer and engine differ
 
 
+def _basis(how: dict[str, str]) -> dict[str, str]:
+    """Return what a score was made from and with, but for where the trainer rounded."""
+    return {name: x for name, x in json.loads(how.get("depends", "{}")).items() if name != "roundings"}
+
+
 def kept_scores(folder: Path) -> dict[str, Kept]:
-    """Return preset's name -> what :class:`Trainer` has kept for it; the unaligned trainer's scores are in each."""
+    """Return preset's name -> what :class:`Trainer` has kept for it; the unaligned trainer's scores are in each.
+
+    Scores of other rollouts, another checkpoint, backend, device or version than the unaligned trainer's are left out.
+    """
     found: dict[str, Kept] = {}
+    unaligned = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
+    if not unaligned.exists():
+        return {}
+    with safe_open(unaligned, "pt") as kept:
+        basis = _basis(kept.metadata())
     for file in sorted(folder.glob("trainer.*.batched.safetensors")):
         with safe_open(file, "pt") as kept:
             how = kept.metadata()
+            if _basis(how) != basis:
+                continue
             moved, its_live = (frozenset(filter(None, how[name].split("+"))) for name in ("points", "live"))
             one = found.setdefault(how["preset"], Kept({}, its_live))
             one.scores[moved] = kept.get_tensor("log_probs").double().numpy()
-    unaligned = found.pop(NONE, Kept({}, frozenset()))
-    return {preset: Kept({**unaligned.scores, **one.scores}, one.live) for preset, one in found.items()}
+    none = found.pop(NONE)
+    return {preset: Kept({**none.scores, **one.scores}, one.live) for preset, one in found.items()}
+
+
+def unaligned_scores(folder: Path, rollouts: Rollouts) -> np.ndarray | None:
+    """Return the log-probs (responses,) fp32 that :class:`Trainer` has kept of the unaligned trainer; None if there are none.
+
+    Raises:
+        ValueError: they are of other rollouts, or of another checkpoint.
+    """
+    file = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
+    if not file.exists():
+        return None
+    with safe_open(file, "np") as kept:
+        its = _basis(kept.metadata() or {})
+        wanted = {"rollouts": _tokens_digest(rollouts), "checkpoint": rollouts.meta.get("checkpoint")}
+        other = [name for name, value in wanted.items() if value and its.get(name, value) != value]
+        if other:
+            raise ValueError(
+                f"{file}: scores of other {' and '.join(other)} than the folder's; "
+                f"run `verl-rounding-align gap score {folder.parent}`"
+            )
+        return kept.get_tensor("log_probs")

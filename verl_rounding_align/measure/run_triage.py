@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import facts, pairs, rope, triage, weights
-from .arms import NONE
 
 
 def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
-    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is none."""
-    from safetensors.numpy import load_file
+    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is none.
 
+    Raises:
+        ValueError: the trainer's scores are of other rollouts, or of another checkpoint.
+    """
+    from .gap import unaligned_scores
     from .rollout import Rollouts
 
-    scores = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
-    if not (folder / "rollouts.safetensors").exists() or not scores.exists():
+    if not (folder / "rollouts.safetensors").exists():
         return None
     rollouts = Rollouts.load(folder)
-    return rollouts.pairs(load_file(scores)["log_probs"]), rollouts.meta
+    scores = unaligned_scores(folder, rollouts)
+    return None if scores is None else (rollouts.pairs(scores), rollouts.meta)
 
 
 def run_triage(
