@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from rich.progress import Progress
 from tiny import VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
@@ -555,3 +556,100 @@ def test_an_interrupted_generation_goes_on_after_its_last_round():
     assert resumed.meta == whole.meta and len(whole) == 3 * (again.rounds + 2)
     other = rollout.generate(Engine(), ["ab", "cde", "f"], 40, seed=8)
     assert not torch.equal(other.log_probs[:5], whole.log_probs[:5])
+
+
+@pytest.mark.vllm
+def test_many_prompts_take_turns_and_a_round_is_kept_at_a_time():
+    """100 prompts: rounds of 64 in the file's order, the first again after the last, also after an interruption; with 64
+    or fewer a round is all of them."""
+    prompts = [chr(i) * (1 + i % 3) for i in range(100, 200)]
+    kept = []
+    whole = rollout.generate(Engine(), prompts, 600, keep=kept.append)
+    assert [len(r) for r in kept] == [64 * (i + 1) for i in range(len(kept))] and len(kept) >= 2
+    asked = [whole.sequence(i)[: int(whole.prompts[i])].tolist() for i in range(len(whole))]
+    assert asked == [[ord(c) for c in prompts[i % 100]] for i in range(len(whole))]
+    assert (
+        len(kept[-2].log_probs) < 600 <= len(whole.log_probs)
+    )  # no more than the round that reaches what is asked for
+    resumed = rollout.generate(Engine(), prompts, 600, kept=kept[0])
+    for name in ("tokens", "offsets", "prompts", "log_probs"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
+    few = []
+    rollout.generate(Engine(), prompts[:64], 600, keep=few.append)
+    assert [len(r) for r in few] == [64 * (i + 1) for i in range(len(few))]
+    assert torch.equal(few[0].tokens, kept[0].tokens)
+    assert not torch.equal(few[1].prompts[64:], kept[1].prompts[64:])  # the control: prompts 1 to 64 again
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_the_engine_starts():
+    prompts = [[1] * 20, [1] * 300, [1] * 5]
+    assert rollout.room(prompts, 256, 8192) == rollout.room(prompts, 256, None) == 557
+    assert rollout.room(prompts, 256, 557) == 557 and rollout.room(prompts[:1], 256, 8192) == 512
+    with pytest.raises(ValueError) as error:
+        rollout.room(prompts, 256, 556)
+    assert str(error.value) == (
+        "prompt 2 of 3 has 300 tokens: with length=256 at most 299 fit the model's 556 positions"
+    )
+
+
+# ---- progress
+
+
+def test_the_bar_is_never_full_before_the_last_token():
+    """In tokens, of whole rounds; a round is as long as those before, the first one as long as it may be."""
+    assert rollout._expected(0, 0, 0.5, 20_000, 48, 256) == (6144, 2 * 48 * 256)
+    assert rollout._expected(9600, 48, 0.5, 20_000, 48, 256) == (9600 + 4800, 3 * 9600)
+    assert rollout._expected(9600, 48, 1.0, 10_000, 48, 256) == (0.99 * 19200, 19200)
+    for kept, share in ((0, 1.0), (19_000, 1.0), (25_000, 0.0), (25_000, 1.0)):
+        done, total = rollout._expected(kept, kept // 100, share, 20_000, 48, 256)
+        assert kept * 0.99 <= done <= 0.99 * total
+
+
+def test_what_follows_the_last_token_is_a_bar_of_its_own():
+    progress = Progress(disable=True)
+    with run_gap._follow(progress, "generates", "is asked") as tell:
+        tell(60, 100)
+        assert [(t.completed, t.total) for t in progress.tasks] == [(60, 100)]
+        tell(100, 100)
+        tell(100, 100)
+        assert [(t.description, t.total) for t in progress.tasks] == [("generates", 100), ("is asked", None)]
+    assert progress.finished
+
+
+def test_who_asks_while_rollouts_are_written_finds_whole_ones(rollouts, tmp_path, monkeypatch):
+    """The parent polls ``rollouts.json``: what stands there is replaced at once, never rewritten in place."""
+    rollouts.save(tmp_path)
+    before = (tmp_path / "rollouts.json").stat().st_ino
+    found = []
+    replaced = Path.replace
+
+    def replace_and_look(file, to):
+        found.append(rollout._meta(tmp_path))
+        return replaced(file, to)
+
+    monkeypatch.setattr(Path, "replace", replace_and_look)
+    replace(rollouts, meta={"response_tokens": 7}).save(tmp_path)
+    assert found[0] == rollouts.meta and rollout._meta(tmp_path) == {"response_tokens": 7}
+    assert (tmp_path / "rollouts.json").stat().st_ino != before
+    assert rollout._meta(tmp_path / "nothing") == {}
+
+
+def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, monkeypatch):
+    """The child stands in for vLLM: what it logs and keeps is what is told, and a round's last line is not counted for the
+    next one."""
+    script = tmp_path / "python"
+    partial = tmp_path / "out" / "partial"
+    lines = [
+        "#!/bin/sh",
+        "echo 'Processed prompts:  50%|#####     | 1/2 [00:01<00:01]' >&2; sleep 2.5",
+        f'mkdir -p {partial}; echo \'{{"response_tokens": 40, "sequences": 2}}\' > {partial}/rollouts.json',
+        "echo 'Processed prompts: 100%|##########| 2/2 [00:01<00:01]' >&2; sleep 2.5",
+        f"cp {tmp_path}/done/* {tmp_path}/out/; sleep 2.5",
+    ]
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+    replace(rollouts, meta={"response_tokens": 102}).save(tmp_path / "done")
+    monkeypatch.setattr(sys, "executable", str(script))
+    told = []
+    make(tmp_path / "out", checkpoint, ["a", "b"], 100, eager=True, progress=lambda *x: told.append(x), length=50)
+    assert list(dict.fromkeys(told)) == [(50, 100), (40, 120), (102, 102)]

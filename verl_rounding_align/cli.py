@@ -231,6 +231,7 @@ def gap(
     regions: Regions = EVERY_ARM,
     mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
     tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
+    length: Annotated[int, typer.Option(help="most response tokens of a sequence")] = 256,
     prompts: Annotated[Path | None, typer.Option(help="one prompt a line; default: 48 that come along")] = None,
     temperature: Annotated[
         float, typer.Option(help="sampling temperature; log-probs are of the unscaled logits")
@@ -250,7 +251,19 @@ def gap(
     from .measure.run_gap import run_gap
 
     run_gap(
-        model, out, regions.split(","), mode, tokens, prompts, device, backend, engine, full_vocab, noise, temperature
+        model,
+        out,
+        regions.split(","),
+        mode,
+        tokens,
+        prompts,
+        device,
+        backend,
+        engine,
+        full_vocab,
+        noise,
+        temperature,
+        length,
     )
 
 

@@ -8,7 +8,8 @@ DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -44,6 +45,27 @@ def _advance(progress: Progress, total: int):
     return advance
 
 
+@contextmanager
+def _follow(progress: Progress, title: str, then: str = "") -> Iterator[Callable[[float, float], None]]:
+    """Yield a callback (done, total) with one bar, full at the end of the block.
+
+    Args:
+        then: what goes on, for an unknown time, once done is total: a second bar without an end.
+    """
+    task, more = progress.add_task(title, total=1), None
+
+    def tell(done: float, total: float) -> None:
+        nonlocal more
+        progress.update(task, completed=done, total=total)
+        if then and done == total and more is None:
+            more = progress.add_task(then, total=None)
+
+    yield tell
+    for one in (task, more):
+        if one is not None:
+            progress.update(one, completed=1, total=1)
+
+
 def check(mode: str, regions: Sequence[str]) -> list[str]:
     """Return the arms of a measurement.
 
@@ -71,6 +93,7 @@ def run_gap(
     full_vocab: int = 0,
     noise: bool = True,
     temperature: float = 1.0,
+    length: int = rollout.LENGTH,
 ) -> dict:
     """Measure, print and write ``gap.json`` and the report; see the command's help for the arguments.
 
@@ -82,6 +105,8 @@ def run_gap(
     """
     arms = check(mode, regions)
     device = here(device)
+    if length < 1:
+        raise ValueError(f"length={length}: a response has at least 1 token")
     text = prompts.read_text() if prompts else (resources.files(__package__) / "prompts.txt").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -91,24 +116,17 @@ def run_gap(
         name = "eager" if eager else "compiled"
         presets[name] = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
     extras = {rollout.PREFILL: int(noise), rollout.NEXT_TOKENS: full_vocab}
-    options = {"temperature": temperature}
+    options = {"temperature": temperature, "length": length}
     for name, preset in presets.items():
         folder, eager = out / name, name == "eager"
         with report.progress() as progress:
-            task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=tokens)
-
-            def advance(n: int, share: float, task=task, progress=progress) -> None:
-                most = len(lines) * rollout.LENGTH * share  # of this round
-                progress.update(task, completed=min(n + most, tokens))
-
-            made = rollout.make(folder, model, lines, tokens, eager, extras, advance, **options)
-            progress.update(task, completed=tokens)
+            title = f"vLLM ({name}) generates {tokens} tokens"
+            with _follow(progress, title, f"vLLM ({name}) is asked for prefill and whole distributions") as tell:
+                made = rollout.make(folder, model, lines, tokens, eager, extras, tell, **options)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
-                task = progress.add_task(title, total=1)
                 few = lines[:NOISE_PROMPTS]
-                tell = lambda n, share, task=task, progress=progress: progress.update(task, completed=share)  # noqa: E731
-                varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
-                progress.update(task, completed=1)
+                with _follow(progress, title) as tell:
+                    varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
                 if varied.meta.get("cached_prompt_tokens") == 0:
                     progress.print(f"no row for {title}: the prompts are shorter than one of its blocks")
         if made.meta["device"] != device:
