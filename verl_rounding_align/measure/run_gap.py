@@ -23,13 +23,16 @@ from ..plan import find_preset
 from ..presets import Preset
 from ..preview import engine_preset, installed_vllm
 from ..regions import GROUPS
-from . import attribute, gap, gap_report, rollout, triage
+from . import attribute, facts, gap, gap_report, rollout, triage
 from .arms import NONE, POINTS, expand, moved, plan
+from .score import check_layout
 from .stats import per_sequence
-from .tally import VERSION, Tally, k3_terms
+from .tally import BATCHED, VERSION, Tally, k3_terms
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
-PRESET = "preset.json"  # in a mode's folder: the engine's preset that its scores are aligned to
+PRESET = (
+    "preset.json"  # in a mode's folder: the engine's preset that its scores are aligned to, the layout of the last ones
+)
 NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
 
 
@@ -94,6 +97,7 @@ def run_gap(
     noise: bool = True,
     temperature: float = 1.0,
     length: int = rollout.LENGTH,
+    layout: str = BATCHED,
 ) -> dict:
     """Measure, print and write ``gap.json`` and the report; see the command's help for the arguments.
 
@@ -104,6 +108,7 @@ def run_gap(
         ValueError: an option that is not legal, or that the folder's rollouts were not made with.
     """
     arms = check(mode, regions)
+    check_layout(layout)
     device = here(device)
     if length < 1:
         raise ValueError(f"length={length}: a response has at least 1 token")
@@ -133,8 +138,9 @@ def run_gap(
             raise ValueError(
                 f"device={device!r}: vLLM ran on {made.meta['device']}; the preset would be another engine's"
             )
-        (folder / PRESET).write_text(json.dumps({"device": device, "preset": preset.as_dict()}, indent=2) + "\n")
-    return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else ())
+        aligned_to = {"device": device, "preset": preset.as_dict(), "layout": layout}
+        (folder / PRESET).write_text(json.dumps(aligned_to, indent=2) + "\n")
+    return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
 
 
 def here(device: str | None) -> str:
@@ -154,7 +160,13 @@ def here(device: str | None) -> str:
 
 
 def rescore(
-    source: Path, model: str | None, regions: Sequence[str], backend: str, engine: str | None, noise: bool = True
+    source: Path,
+    model: str | None,
+    regions: Sequence[str],
+    backend: str,
+    engine: str | None,
+    noise: bool = True,
+    layout: str = BATCHED,
 ) -> dict:
     """Score the rollouts that ``gap`` has kept, without an engine; see :func:`run_gap` for the rest.
 
@@ -167,7 +179,8 @@ def rescore(
         ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there, or that is
             not the one that made the rollouts.
     """
-    arms, presets, devices = check("both", regions), {}, set()
+    arms, presets, devices, files = check("both", regions), {}, set(), {}
+    check_layout(layout)
     for mode in ("compiled", "eager"):
         if (source / mode / "rollouts.safetensors").exists():
             meta, kept = rollout.Rollouts.load(source / mode).meta, json.loads((source / mode / PRESET).read_text())
@@ -179,9 +192,13 @@ def rescore(
             rollout.check_checkpoint(source / mode, meta, model)
             devices.add(kept["device"])
             presets[mode] = find_preset(engine or Preset.from_dict(kept["preset"]))
+            files[source / mode / PRESET] = {**kept, "layout": layout}
     if len(devices) != 1:
         raise ValueError(f"{source}: rollouts of unlike devices, {', '.join(sorted(devices))}")
-    return _measure(model, source, presets, arms, backend, here(devices.pop()), tuple(gap.FLOORS) if noise else ())
+    device = here(devices.pop())
+    for file, kept in files.items():
+        file.write_text(json.dumps(kept, indent=2) + "\n")
+    return _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
 
 
 def _measure(
@@ -192,6 +209,7 @@ def _measure(
     backend: str,
     device: str,
     floors: Sequence[str],
+    layout: str,
 ) -> dict:
     """Score rollouts of one or two modes, write and show what was found."""
     modes = {}
@@ -199,7 +217,7 @@ def _measure(
         rollouts = rollout.Rollouts.load(out / name)
         with report.progress() as progress:
             advance = _advance(progress, len(rollouts.log_probs))
-            trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance)
+            trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance, layout)
             rows = gap.measure(trainer, arms, preset, floors)
             crossed = []
             for other in presets.values():
@@ -213,18 +231,19 @@ def _measure(
                 d = rolled - trainer.scores(arm, preset)["log_probs"]
                 tally = Tally().add(d, rollouts.response_offsets)
                 pictures[arm] = dict(positions=tally.by_position(), sizes=tally.by_size())
-            if "single" in floors:
+            if "single" in floors and layout != "single":
                 d = trainer.scores(NONE, preset, "single")["log_probs"] - base
                 tally = Tally().add(d, rollouts.response_offsets)
                 pictures[gap.FLOORS["single"]] = dict(positions=tally.by_position(), sizes=tally.by_size())
         modes[name] = dict(
             preset=preset.name,
+            layout=layout,
             rollouts={k: v for k, v in rollouts.meta.items() if k != "model"},
             rows=[asdict(r) for r in rows],
             crossed=[asdict(r) for r in crossed],
             exact=[asdict(r) for r in exact],
             pictures=pictures,
-            triage=triage.as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta)),
+            triage=triage.as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta, facts.of_model(model))),
         )
     payload = {"schema": "verl-rounding-align/gap", "schema_version": VERSION, "model": Path(model).name}
     payload |= {"device": device, "modes": modes}
@@ -257,10 +276,12 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
         offsets, engine = rollouts.response_offsets, rollouts.log_probs.numpy().astype("float64")
         tokens = per_sequence(np.ones(len(engine)), offsets)
         # of the preset that gap aligned to: a folder may hold scores of others
-        preset = json.loads((out / mode / PRESET).read_text())["preset"]["name"]
-        kept = gap.kept_scores(out / mode).get(preset)
+        aligned_to = json.loads((out / mode / PRESET).read_text())
+        preset, layout = aligned_to["preset"]["name"], aligned_to.get("layout", BATCHED)
+        kept = gap.kept_scores(out / mode, layout).get(preset)
+        which = preset if layout == BATCHED else f"{preset}, {layout}"
         if kept is None:
-            failed.append((-1, f"{out / mode}: no scores for {preset}", mode))
+            failed.append((-1, f"{out / mode}: no scores for {which}", mode))
             continue
         its = {p: moved(p, find_preset("vllm_compiled")) & kept.live for p in players}
         sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
@@ -271,9 +292,9 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
         }
         try:
             found[mode] = attribute.attribute(k3, tokens, players)
-            details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
+            details[mode] = dict(preset=preset, layout=layout, tokens=len(engine), sequences=len(tokens))
         except ValueError as error:
-            failed.append((len(k3), f"{out / mode}, {preset}: {error}", mode))
+            failed.append((len(k3), f"{out / mode}, {which}: {error}", mode))
     if not found and failed:  # the nearest miss
         asked = "subsets" if players == list(GROUPS) else ":".join(("subsets", *players))
         raise ValueError(f"{max(failed)[1]}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from . import facts, pairs, rope, triage, weights
@@ -15,11 +16,14 @@ def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
     """
     from .gap import unaligned_scores
     from .rollout import Rollouts
+    from .run_gap import PRESET
+    from .tally import BATCHED
 
     if not (folder / "rollouts.safetensors").exists():
         return None
     rollouts = Rollouts.load(folder)
-    scores = unaligned_scores(folder, rollouts)
+    aligned_to = json.loads((folder / PRESET).read_text()) if (folder / PRESET).exists() else {}
+    scores = unaligned_scores(folder, rollouts, aligned_to.get("layout", BATCHED))
     return None if scores is None else (rollouts.pairs(scores), rollouts.meta)
 
 
@@ -40,6 +44,9 @@ def run_triage(
         gap = read_gap(dump) if dump.is_dir() else None
         if gap:
             sample, known = gap[0], facts.of_rollouts(gap[1])
+            made_by = Path(gap[1].get("model", ""))
+            if (made_by / "config.json").exists():
+                known |= facts.of_model(made_by)
         else:
             sample = pairs.load(dump)
     if config is not None:
