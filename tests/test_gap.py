@@ -508,6 +508,9 @@ def test_the_report_and_the_attribution_are_of_the_layout_scored_last(measured, 
     assert read_gap(out / "compiled")[0].trainer == pytest.approx(
         load_file(out / "compiled" / "trainer.none.none.single.safetensors")["log_probs"].double().numpy()
     )
+    run("gap", "score", str(out), "--backend", "eager", "--layout", "padded", "--no-noise", "--regions", "none")
+    done = CliRunner().invoke(cli.app, ["attribute", str(out)])
+    assert re.search("no scores for .*, padded; run .* --regions subsets --layout padded ", str(done.exception))
     run("gap", "score", str(out), "--backend", "eager", "--no-noise")
     assert run("attribute", str(out))["attribution"]["modes"] == before["attribution"]["modes"]
 
@@ -719,10 +722,11 @@ def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, monkeyp
     next one."""
     script = tmp_path / "python"
     partial = tmp_path / "out" / "partial"
+    (tmp_path / "first.json").write_text(json.dumps({"response_tokens": 40, "sequences": 2}))
     lines = [
         "#!/bin/sh",
         "echo 'Processed prompts:  50%|#####     | 1/2 [00:01<00:01]' >&2; sleep 2.5",
-        f'mkdir -p {partial}; echo \'{{"response_tokens": 40, "sequences": 2}}\' > {partial}/part; mv {partial}/part {partial}/rollouts.json',
+        f"mkdir -p {partial}; cp {tmp_path}/first.json {partial}/part; mv {partial}/part {partial}/rollouts.json",
         "echo 'Processed prompts: 100%|##########| 2/2 [00:01<00:01]' >&2; sleep 2.5",
         f"cp {tmp_path}/done/* {tmp_path}/out/; sleep 2.5",
     ]

@@ -103,8 +103,8 @@ def _tokens_digest(rollouts: Rollouts) -> str:
 class Trainer:
     """Scores of one rollout folder by one checkpoint, arm by arm, kept in the folder: what is there is not done again.
 
-    Arms are scored in one layout, which whole distributions are compared in too. A score is kept with all that it depends on (rollouts, checkpoint, rounding points, backend, device, versions); where
-    any of it differs now, it is made anew.
+    Arms are scored in one layout, and whole distributions are compared in it. A score is kept with all that it depends on
+    (rollouts, checkpoint, rounding points, backend, device, versions); where any of it differs now, it is made anew.
 
     Args:
         model: folder of the checkpoint that made the rollouts.

@@ -49,7 +49,7 @@ def _advance(progress: Progress, total: int):
 
 
 @contextmanager
-def _follow(progress: Progress, title: str, then: str = "") -> Iterator[Callable[[float, float], None]]:
+def _follow(progress: Progress, title: str, then: str | None = None) -> Iterator[Callable[[float, float], None]]:
     """Yield a callback (done, total) with one bar, full at the end of the block.
 
     Args:
@@ -126,7 +126,9 @@ def run_gap(
         folder, eager = out / name, name == "eager"
         with report.progress() as progress:
             title = f"vLLM ({name}) generates {tokens} tokens"
-            with _follow(progress, title, f"vLLM ({name}) is asked for prefill and whole distributions") as tell:
+            asks = [what for what, n in (("prefill", noise), ("whole distributions", full_vocab)) if n]
+            then = f"vLLM ({name}) is asked for {' and '.join(asks)}" if asks else None
+            with _follow(progress, title, then) as tell:
                 made = rollout.make(folder, model, lines, tokens, eager, extras, tell, **options)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
                 few = lines[:NOISE_PROMPTS]
@@ -281,7 +283,7 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
         kept = gap.kept_scores(out / mode, layout).get(preset)
         which = preset if layout == BATCHED else f"{preset}, {layout}"
         if kept is None:
-            failed.append((-1, f"{out / mode}: no scores for {which}", mode))
+            failed.append((-1, f"{out / mode}: no scores for {which}", mode, layout))
             continue
         its = {p: moved(p, find_preset("vllm_compiled")) & kept.live for p in players}
         sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
@@ -294,10 +296,12 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
             found[mode] = attribute.attribute(k3, tokens, players)
             details[mode] = dict(preset=preset, layout=layout, tokens=len(engine), sequences=len(tokens))
         except ValueError as error:
-            failed.append((len(k3), f"{out / mode}, {which}: {error}", mode))
+            failed.append((len(k3), f"{out / mode}, {which}: {error}", mode, layout))
     if not found and failed:  # the nearest miss
         asked = "subsets" if players == list(GROUPS) else ":".join(("subsets", *players))
-        raise ValueError(f"{max(failed)[1]}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
+        _, why, _, layout = max(failed)
+        asked += "" if layout == BATCHED else f" --layout {layout}"
+        raise ValueError(f"{why}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
     if not found:
         raise ValueError(f"{out}: no rollouts of `verl-rounding-align gap` in it")
     payload = {"schema": "verl-rounding-align/attribution", "schema_version": VERSION}
@@ -305,7 +309,7 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
     for file in filter(None, (out / "attribution.json", to)):
         report.write_json(file, payload)
     report.show(*(section.table() for section in gap_report.attribution(payload)))
-    report.show(*(f"not attributed: {why}" for _, why, mode in failed if mode not in found))
+    report.show(*(f"not attributed: {why}" for _, why, mode, _ in failed if mode not in found))
     if (out / "gap.json").exists():
         report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return found
