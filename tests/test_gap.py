@@ -737,3 +737,27 @@ def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, monkeyp
     told = []
     make(tmp_path / "out", checkpoint, ["a", "b"], 100, eager=True, progress=lambda *x: told.append(x), length=50)
     assert {(50, 100), (40, 120), (102, 102)} <= set(told) and (80, 120) not in told
+
+
+@pytest.mark.vllm
+def test_the_child_keeps_who_made_the_rollouts_and_makes_room_for_the_longest_prompt(checkpoint, tmp_path, monkeypatch):
+    """Its engine starts with room for it; one that the model cannot hold ends it before the engine starts."""
+    import transformers
+
+    started = []
+
+    def start(model, *options):
+        started.append(options)
+        return Engine()
+
+    monkeypatch.setattr(rollout, "start", start)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda model: Engine().get_tokenizer())
+    request = dict(model=checkpoint, checkpoint="abc", prompts=["ab", "c" * 150], tokens=1, eager=True, extras={})
+    positions = transformers.AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+    rollout.run(tmp_path, **request, length=100)
+    assert Rollouts.load(tmp_path).meta["checkpoint"] == "abc" and started[0][-1] == positions == 256  # 251 are needed
+    with pytest.raises(
+        ValueError, match=f"prompt 2 of 2 has {positions} tokens: with length=100 at most {positions - 101}"
+    ):
+        rollout.run(tmp_path / "other", **{**request, "prompts": ["ab", "c" * positions]}, length=100)
+    assert len(started) == 1
