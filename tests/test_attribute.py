@@ -166,6 +166,31 @@ def test_a_group_that_was_never_moved_is_missing_not_zero(measured):
     )
 
 
+def test_scores_of_another_checkpoint_or_release_are_not_mixed_in(measured):
+    """A set that was scored with anything else than the unaligned trainer was is missing, unless only rounding differs."""
+    from safetensors import safe_open
+
+    from verl_rounding_align.measure.rollout import save
+
+    def set_depends(file, depends):
+        with safe_open(file, "pt") as kept:
+            how, scores = kept.metadata(), {"log_probs": kept.get_tensor("log_probs")}
+        save(file, scores, {**how, "depends": json.dumps(depends)})
+
+    def attributed():
+        return CliRunner().invoke(cli.app, ["attribute", str(measured)])
+
+    basis = {"checkpoint": "a", "backend": "eager", "torch": "2.13"}
+    for i, file in enumerate(sorted((measured / "compiled").glob("trainer.*.safetensors"))):
+        set_depends(file, {**basis, "roundings": {"mlp": str(i)}})
+    assert attributed().exit_code == 0
+    for changed in ({"checkpoint": "b"}, {"backend": "compile"}, {"torch": "2.14"}):
+        set_depends(file, {**basis, **changed, "roundings": {}})
+        assert "no k3 for 1 of 16 sets, " in str(attributed().exception)
+    set_depends(file, {**basis, "roundings": {}})
+    assert attributed().exit_code == 0
+
+
 def test_a_folder_that_is_no_gap_is_refused(tmp_path):
     done = CliRunner().invoke(cli.app, ["attribute", str(tmp_path)])
     assert str(done.exception) == f"{tmp_path}: no rollouts of `verl-rounding-align gap` in it"

@@ -20,15 +20,20 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from rich.progress import Progress
+from safetensors.torch import load_file
 from tiny import VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
 from verl_rounding_align import align, cli, parse_plan
-from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap
+from verl_rounding_align.measure import arms, gap, gap_report, rollout, run_gap, triage
 from verl_rounding_align.measure.rollout import NextTokens, Rollouts, make
+from verl_rounding_align.measure.run_triage import read_gap, run_triage
 from verl_rounding_align.measure.score import LAYOUTS, score
 from verl_rounding_align.measure.tally import VERSION, gap_row
 from verl_rounding_align.presets import get
+
+FLOORS = [title for layout, title in gap.FLOORS.items() if layout != "batched"]  # of a trainer in that layout
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +104,14 @@ def test_packed_sequences_do_not_see_each_other(rollouts):
     assert (together - apart).abs().max() > 0.1
 
 
-def trainer(checkpoint, rollouts, folder, progress=lambda arm, n: None):
-    return gap.Trainer(checkpoint, rollouts, folder, "eager", "cpu", progress)
+def trainer(checkpoint, rollouts, folder, progress=lambda arm, n: None, layout="batched"):
+    return gap.Trainer(checkpoint, rollouts, folder, "eager", "cpu", progress, layout)
 
 
 def test_an_engine_that_is_the_aligned_trainer_has_no_gap_to_it(checkpoint, rollouts, tmp_path):
     rows = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope", "all"], "vllm_compiled", list(gap.FLOORS))
     none, rope, everything, *floors = rows
-    assert [r.arm for r in rows] == ["none", "rope", "all", *gap.FLOORS.values()]
+    assert [r.arm for r in rows] == ["none", "rope", "all", *FLOORS]
     assert everything.k3 == (0, 0, 0) and everything.abs_max == 0 and everything.k3_ratio == (0, 0, 0)
     assert none.k3[0] > 0 and none.k3_ratio == (1, 1, 1) and none.k3_change == (0, 0, 0)
     assert rope.k3[0] > 0 and rope.kind == "gap"
@@ -153,6 +158,31 @@ def test_the_exact_divergence_is_that_of_the_two_distributions(checkpoint, rollo
     assert none.kl[0] > 0 and none.positions == len(at)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_arms_are_scored_in_the_layout_that_is_asked_for(checkpoint, tmp_path, layout):
+    """An engine that is the unaligned trainer in a layout has no gap to it there, and has one in ``batched``, which is
+    then the floor; the floor of the layout itself is left out. Whole distributions are compared in that layout too."""
+    lengths, prompts = list(range(20, 44, 2)), [3 + i % 5 for i in range(12)]
+    offsets, log_probs = torch.tensor([0, *np.cumsum(lengths)]), torch.zeros(sum(lengths) - sum(prompts))
+    sequences = torch.cat([tokens(1, n, seed=n)[0] for n in lengths])
+    rollouts = Rollouts(sequences, offsets, torch.tensor(prompts), log_probs, {"response_tokens": len(log_probs)})
+    at = torch.arange(0, len(log_probs), 5)
+    noise = torch.randn(len(at), VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    rollout.save(tmp_path / "next_tokens.safetensors", vars(NextTokens(at, noise)))
+    engine = replace(rollouts, log_probs=score(tiny("qwen3").eval(), rollouts, layout)["log_probs"])
+    same = trainer(checkpoint, engine, tmp_path, layout=layout)
+    none, everything, *floors = gap.measure(same, ["all"], "vllm_compiled", list(gap.FLOORS))
+    assert none.k3 == (0, 0, 0) and none.abs_max == 0 and everything.k3[0] > 0
+    assert [r.arm for r in floors] == [title for name, title in gap.FLOORS.items() if name != layout]
+    other, *_ = gap.measure(trainer(checkpoint, engine, tmp_path), [], "vllm_compiled", [])
+    assert other.k3[0] > 0 and other.abs_max == floors[0].abs_max  # the control
+    here, there = (
+        gap.exact(trainer(checkpoint, engine, tmp_path, layout=name), [], "vllm_compiled")[0]
+        for name in (layout, "batched")
+    )
+    assert here.k3 == (0, 0, 0) != there.k3 and here.kl != there.kl
+
+
 def test_an_interrupted_measurement_resumes(checkpoint, rollouts, tmp_path):
     first = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope"], "vllm_compiled")
     scored = []
@@ -186,6 +216,23 @@ def test_a_score_is_kept_for_what_it_was_made_of_only(checkpoint, rollouts, tmp_
     tiny("qwen3", seed=1).save_pretrained(model)
     again, other = scored()
     assert again == {"none", "rope"} and other != k3
+
+
+def test_triage_reads_scores_of_the_folders_own_rollouts_only(checkpoint, rollouts, tmp_path):
+    made_by = {"checkpoint": rollout.checkpoint_digest(Path(checkpoint))}
+    own = replace(rollouts, meta={**rollouts.meta, **made_by})
+    own.save(tmp_path)
+    assert read_gap(tmp_path) is None  # no scores yet
+    trainer(checkpoint, rollouts, tmp_path).scores("none", get("vllm_compiled"))
+    pairs, meta = read_gap(tmp_path)
+    assert meta == own.meta and len(pairs.trainer) == 102
+    for other, what in (
+        (replace(own, tokens=own.tokens.flip(0)), "rollouts"),
+        (replace(own, meta={**own.meta, "checkpoint": "another"}), "checkpoint"),
+    ):
+        other.save(tmp_path)
+        with pytest.raises(ValueError, match=f"scores of other {what} than the folder's; run `verl-rounding-align gap"):
+            read_gap(tmp_path)
 
 
 def test_arms_that_move_the_same_points_are_scored_once(checkpoint, rollouts, tmp_path):
@@ -228,6 +275,10 @@ def test_an_unknown_arm_is_an_error_that_lists_the_legal_ones():
     assert str(done.exception) == "mode='fast': unknown mode 'fast'; choose from compiled, eager, both"
     done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--device", "tpu"])
     assert str(done.exception) == "device='tpu': unknown device 'tpu'; choose from cpu, cuda"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--device", "cpu", "--length", "0"])
+    assert str(done.exception) == "length=0: a response has at least 1 token"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--layout", "flat"])
+    assert str(done.exception) == ("layout='flat': unknown layout 'flat'; choose from batched, single, padded, packed")
     done = CliRunner().invoke(cli.app, ["gap", "--model", "m"])
     assert str(done.exception) == ("gap: --model and --out are needed; or a subcommand: score, report (see --help)")
 
@@ -265,22 +316,60 @@ def test_the_engine_against_itself_is_a_floor(checkpoint, rollouts, tmp_path):
     assert {prefill.kind, scheduling.kind} == {"floor"}
 
 
-def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(rollouts, tmp_path):
-    meta = {"model": "m", "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(checkpoint, rollouts, tmp_path):
+    made_by = rollout.checkpoint_digest(Path(checkpoint))
+    meta = {"checkpoint": made_by, "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
     stored = replace(rollouts, meta=meta)
     stored.save(tmp_path)
-    loaded = make(tmp_path, "m", ["unused"], 100, eager=True)
+    loaded = make(tmp_path, checkpoint, ["unused"], 100, eager=True)
     assert torch.equal(loaded.tokens, rollouts.tokens) and torch.equal(loaded.log_probs, rollouts.log_probs)
     with pytest.raises(ValueError) as error:
-        make(tmp_path, "m", ["unused"], 100, eager=False)
+        make(tmp_path, checkpoint, ["unused"], 100, eager=False)
     assert str(error.value) == (
-        f"{tmp_path} holds 102 response tokens made with {{'mode': 'eager'}}, asked for 100 with {{'model': 'm', "
-        f"'mode': 'compiled', 'prompts': '{rollout.digest(['unused'])}'}}; choose another folder"
+        f"{tmp_path} holds 102 response tokens made with {{'mode': 'eager'}}, asked for 100 with "
+        f"{{'mode': 'compiled', 'prompts': '{rollout.digest(['unused'])}'}}; choose another folder"
     )
     with pytest.raises(ValueError, match="made with {'prompts': "):
-        make(tmp_path, "m", ["others"], 100, eager=True)
+        make(tmp_path, checkpoint, ["others"], 100, eager=True)
     with pytest.raises(ValueError, match="holds 102 response tokens made with these options, asked for 500"):
-        make(tmp_path, "m", ["unused"], 500, eager=True)
+        make(tmp_path, checkpoint, ["unused"], 500, eager=True)
+
+
+def test_rollouts_belong_to_the_checkpoint_that_made_them(checkpoint, rollouts, tmp_path, monkeypatch):
+    """Wherever it lies, under whatever name; other weights under its name are another checkpoint, for ``gap`` and for
+    ``gap score``, and so is one that is not known."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(checkpoint, model)
+    meta = {"model": str(model), "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+    made_by = rollout.checkpoint_digest(model)
+    replace(rollouts, meta=meta | {"checkpoint": made_by, "versions": {}}).save(out / "eager")
+    preset = {"device": "cpu", "preset": get("vllm_cpu").as_dict()}
+    (out / "eager" / run_gap.PRESET).write_text(json.dumps(preset))
+
+    def both(model: str) -> None:
+        make(out / "eager", model, ["unused"], 100, eager=True)
+        run_gap.rescore(out, model, ["none"], "eager", None, noise=False)
+
+    both(str(model))
+    both(checkpoint)  # the same weights elsewhere
+    monkeypatch.chdir(tmp_path)
+    both("model")
+    tiny("qwen3", seed=1).save_pretrained(model)
+    said = (
+        f"{out / 'eager'}: its rollouts were made by checkpoint {made_by} \\(a digest of config and weights\\), model="
+    )
+    with pytest.raises(ValueError, match=said):
+        make(out / "eager", str(model), ["unused"], 100, eager=True)
+    with pytest.raises(ValueError, match=said):
+        run_gap.rescore(out, None, ["none"], "eager", None, noise=False)
+    replace(rollouts, meta=meta).save(out / "eager")
+    said = "do not say which checkpoint made them .* another folder as --out"
+    with pytest.raises(ValueError, match=said):
+        make(out / "eager", checkpoint, ["unused"], 100, eager=True)
+    with pytest.raises(ValueError, match=said):
+        run_gap.rescore(out, checkpoint, ["none"], "eager", None, noise=False)
+    with pytest.raises(ValueError, match="model='nowhere': no folder with a config.json"):
+        make(tmp_path / "new", "nowhere", ["unused"], 100, eager=True)
 
 
 def test_arrays_that_do_not_fit_are_an_error(rollouts, tmp_path):
@@ -301,7 +390,8 @@ def measured(checkpoint, rollouts, tmp_path_factory):
     plain = score(tiny("qwen3").eval(), rollouts)["log_probs"]
     noisy = torch.where(torch.arange(len(plain)) % 10 == 0, plain.bfloat16().float(), plain)
     for mode, log_probs in (("compiled", rollouts.log_probs), ("eager", noisy)):
-        meta = {"model": checkpoint, "response_tokens": 102, "versions": versions, "temperature": 1.0}
+        meta = {"model": checkpoint, "checkpoint": rollout.checkpoint_digest(Path(checkpoint))}
+        meta |= {"response_tokens": 102, "versions": versions, "temperature": 1.0}
         replace(rollouts, log_probs=log_probs, meta=meta).save(out / mode)
         preset = get({"compiled": "vllm_compiled", "eager": "vllm_cpu"}[mode])
         (out / mode / run_gap.PRESET).write_text(json.dumps({"device": "cpu", "preset": preset.as_dict()}))
@@ -392,6 +482,57 @@ def test_attribution_over_points_takes_the_same_scores(measured):
     assert said in " ".join(done.output.split())
 
 
+def test_the_report_and_the_attribution_are_of_the_layout_scored_last(measured, tmp_path):
+    out = tmp_path / "gap"
+    shutil.copytree(measured[0], out)
+
+    def run(*arguments):
+        done = CliRunner().invoke(cli.app, [*arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return {name: json.loads((out / f"{name}.json").read_text()) for name in ("gap", "attribution")}
+
+    before = run("attribute", str(out))
+    title = "Gap: vLLM compiled, aligned to vllm_compiled"
+    assert title in [section.title for section in gap_report.sections(out)]
+    run("gap", "score", str(out), "--backend", "eager", "--layout", "single", "--no-noise")
+    after = run("attribute", str(out))
+    for name, found in after.items():
+        jsonschema.validate(found, schema(name))
+        assert {m["layout"] for m in found["modes"].values()} == {"single"}
+        assert {m["layout"] for m in before[name]["modes"].values()} == {"batched"}
+    k3 = {r["arm"]: r["k3"][0] for r in after["gap"]["modes"]["compiled"]["rows"]}
+    whole = after["attribution"]["modes"]["compiled"]["whole"]["value"][0]
+    assert whole == pytest.approx(k3["none"] - k3["all"], rel=1e-9)
+    assert whole != pytest.approx(before["attribution"]["modes"]["compiled"]["whole"]["value"][0], rel=1e-9)
+    titles = [section.title for section in gap_report.sections(out)]
+    assert f"{title}, trainer single" in titles and "Triage: vLLM compiled, trainer single, unaligned" in titles
+    assert read_gap(out / "compiled")[0].trainer == pytest.approx(
+        load_file(out / "compiled" / "trainer.none.none.single.safetensors")["log_probs"].double().numpy()
+    )
+    run("gap", "score", str(out), "--backend", "eager", "--layout", "padded", "--no-noise", "--regions", "none")
+    done = CliRunner().invoke(cli.app, ["attribute", str(out)])
+    assert re.search("no scores for .*, padded; run .* --regions subsets --layout padded ", str(done.exception))
+    run("gap", "score", str(out), "--backend", "eager", "--no-noise")
+    assert run("attribute", str(out))["attribution"]["modes"] == before["attribution"]["modes"]
+
+
+def test_the_triage_of_a_gap_knows_the_models_experts(measured, tmp_path, monkeypatch):
+    """None here, as its config says: ``gap`` and ``triage`` on its folder have read it."""
+    out, known, real = tmp_path / "gap", [], triage.triage
+    shutil.copytree(measured[0], out)
+
+    def spy(sample, facts, *more):
+        known.append(facts.experts)
+        return real(sample, facts, *more)
+
+    monkeypatch.setattr(triage, "triage", spy)
+    run_gap.rescore(out, None, ["none"], "eager", None, noise=False)
+    run_triage(out / "compiled")
+    assert known == [0, 0, 0]  # compiled, eager, and the command
+    triage.triage_rollouts(*read_gap(out / "compiled"))
+    assert known[3:] == [None]  # the control
+
+
 def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
     done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path)])
     assert str(done.exception) == (
@@ -468,7 +609,7 @@ def test_the_command_measures_a_real_engine(tmp_path):
     eager = found["modes"]["eager"]
     arms_found = [r["arm"] for r in eager["rows"]]
     variants = [title for title, _ in gap.VARIANTS.values()]
-    assert arms_found == ["none", "all", *gap.FLOORS.values(), gap.PREFILL_ROW, *variants]
+    assert arms_found == ["none", "all", *FLOORS, gap.PREFILL_ROW, *variants]
     none, everything = eager["exact"]
     assert none["positions"] == 40 and none["kl"][0] > everything["kl"][0] > 0  # alignment helps, exactly measured
     rollouts = Rollouts.load(out / "eager")
@@ -536,3 +677,125 @@ def test_an_interrupted_generation_goes_on_after_its_last_round():
     assert resumed.meta == whole.meta and len(whole) == 3 * (again.rounds + 2)
     other = rollout.generate(Engine(), ["ab", "cde", "f"], 40, seed=8)
     assert not torch.equal(other.log_probs[:5], whole.log_probs[:5])
+
+
+@pytest.mark.vllm
+def test_many_prompts_take_turns_and_a_round_is_kept_at_a_time():
+    """100 prompts: rounds of 64 in the file's order, the first again after the last, also after an interruption; with 64
+    or fewer a round is all of them."""
+    prompts = [chr(i) * (1 + i % 3) for i in range(100, 200)]
+    kept = []
+    whole = rollout.generate(Engine(), prompts, 600, keep=kept.append)
+    assert [len(r) for r in kept] == [64 * (i + 1) for i in range(len(kept))] and len(kept) >= 2
+    asked = [whole.sequence(i)[: int(whole.prompts[i])].tolist() for i in range(len(whole))]
+    assert asked == [[ord(c) for c in prompts[i % 100]] for i in range(len(whole))]
+    assert (
+        len(kept[-2].log_probs) < 600 <= len(whole.log_probs)
+    )  # no more than the round that reaches what is asked for
+    resumed = rollout.generate(Engine(), prompts, 600, kept=kept[0])
+    for name in ("tokens", "offsets", "prompts", "log_probs"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
+    few = []
+    rollout.generate(Engine(), prompts[:64], 600, keep=few.append)
+    assert [len(r) for r in few] == [64 * (i + 1) for i in range(len(few))]
+    assert torch.equal(few[0].tokens, kept[0].tokens)
+    assert not torch.equal(few[1].prompts[64:], kept[1].prompts[64:])  # the control: prompts 1 to 64 again
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_the_engine_starts():
+    prompts = [[1] * 20, [1] * 300, [1] * 5]
+    assert rollout.room(prompts, 256, 8192) == rollout.room(prompts, 256, None) == 557
+    assert rollout.room(prompts, 256, 557) == 557 and rollout.room(prompts[:1], 256, 8192) == 512
+    with pytest.raises(ValueError) as error:
+        rollout.room(prompts, 256, 556)
+    assert str(error.value) == (
+        "prompt 2 of 3 has 300 tokens: with length=256 at most 299 fit the model's 556 positions"
+    )
+
+
+# ---- progress
+
+
+def test_the_bar_is_never_full_before_the_last_token():
+    """In tokens, of whole rounds; a round is as long as those before, the first one as long as it may be."""
+    assert rollout._expected(0, 0, 0.5, 20_000, 48, 256) == (6144, 2 * 48 * 256)
+    assert rollout._expected(9600, 48, 0.5, 20_000, 48, 256) == (9600 + 4800, 3 * 9600)
+    assert rollout._expected(9600, 48, 1.0, 10_000, 48, 256) == (0.99 * 19200, 19200)
+    for kept, share in ((0, 1.0), (19_000, 1.0), (25_000, 0.0), (25_000, 1.0)):
+        done, total = rollout._expected(kept, kept // 100, share, 20_000, 48, 256)
+        assert kept * 0.99 <= done <= 0.99 * total
+
+
+def test_what_follows_the_last_token_is_a_bar_of_its_own():
+    progress = Progress(disable=True)
+    with run_gap._follow(progress, "generates", "is asked") as tell:
+        tell(60, 100)
+        assert [(t.completed, t.total) for t in progress.tasks] == [(60, 100)]
+        tell(100, 100)
+        tell(100, 100)
+        assert [(t.description, t.total) for t in progress.tasks] == [("generates", 100), ("is asked", None)]
+    assert progress.finished
+
+
+def test_who_asks_while_rollouts_are_written_finds_whole_ones(rollouts, tmp_path, monkeypatch):
+    """The parent polls ``rollouts.json``: what stands there is replaced at once, never rewritten in place."""
+    rollouts.save(tmp_path)
+    before = (tmp_path / "rollouts.json").stat().st_ino
+    found = []
+    replaced = Path.replace
+
+    def replace_and_look(file, to):
+        found.append(rollout._meta(tmp_path))
+        return replaced(file, to)
+
+    monkeypatch.setattr(Path, "replace", replace_and_look)
+    replace(rollouts, meta={"response_tokens": 7}).save(tmp_path)
+    assert found[0] == rollouts.meta and rollout._meta(tmp_path) == {"response_tokens": 7}
+    assert (tmp_path / "rollouts.json").stat().st_ino != before
+    assert rollout._meta(tmp_path / "nothing") == {}
+
+
+def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, monkeypatch):
+    """The child stands in for vLLM: what it logs and keeps is what is told, and a round's last line is not counted for the
+    next one."""
+    script = tmp_path / "python"
+    partial = tmp_path / "out" / "partial"
+    (tmp_path / "first.json").write_text(json.dumps({"response_tokens": 40, "sequences": 2}))
+    lines = [
+        "#!/bin/sh",
+        "echo 'Processed prompts:  50%|#####     | 1/2 [00:01<00:01]' >&2; sleep 2.5",
+        f"mkdir -p {partial}; cp {tmp_path}/first.json {partial}/part; mv {partial}/part {partial}/rollouts.json",
+        "echo 'Processed prompts: 100%|##########| 2/2 [00:01<00:01]' >&2; sleep 2.5",
+        f"cp {tmp_path}/done/* {tmp_path}/out/; sleep 2.5",
+    ]
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+    replace(rollouts, meta={"response_tokens": 102}).save(tmp_path / "done")
+    monkeypatch.setattr(sys, "executable", str(script))
+    told = []
+    make(tmp_path / "out", checkpoint, ["a", "b"], 100, eager=True, progress=lambda *x: told.append(x), length=50)
+    assert {(50, 100), (40, 120), (102, 102)} <= set(told) and (80, 120) not in told
+
+
+@pytest.mark.vllm
+def test_the_child_keeps_who_made_the_rollouts_and_makes_room_for_the_longest_prompt(checkpoint, tmp_path, monkeypatch):
+    """Its engine starts with room for it; one that the model cannot hold ends it before the engine starts."""
+    import transformers
+
+    started = []
+
+    def start(model, *options):
+        started.append(options)
+        return Engine()
+
+    monkeypatch.setattr(rollout, "start", start)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda model: Engine().get_tokenizer())
+    request = dict(model=checkpoint, checkpoint="abc", prompts=["ab", "c" * 150], tokens=1, eager=True, extras={})
+    positions = transformers.AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+    rollout.run(tmp_path, **request, length=100)
+    assert Rollouts.load(tmp_path).meta["checkpoint"] == "abc" and started[0][-1] == positions == 256  # 251 are needed
+    with pytest.raises(
+        ValueError, match=f"prompt 2 of 2 has {positions} tokens: with length=100 at most {positions - 101}"
+    ):
+        rollout.run(tmp_path / "other", **{**request, "prompts": ["ab", "c" * positions]}, length=100)
+    assert len(started) == 1

@@ -213,6 +213,9 @@ Engine = Annotated[
     str | None, typer.Option(help="auto to probe it, a probe's JSON file, or a preset; default: the preset for it")
 ]
 Backend = Annotated[str, typer.Option(help="how regions run: auto, compile or eager")]
+Layout = Annotated[
+    str, typer.Option(help="the trainer's batches: batched, single, padded, or packed (verl's use_remove_padding)")
+]
 Noise = Annotated[bool, typer.Option("--noise/--no-noise", help="also each side against itself")]
 gap_app = typer.Typer(
     invoke_without_command=True,
@@ -231,12 +234,14 @@ def gap(
     regions: Regions = EVERY_ARM,
     mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
     tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
+    length: Annotated[int, typer.Option(help="most response tokens of a sequence")] = 256,
     prompts: Annotated[Path | None, typer.Option(help="one prompt a line; default: 48 that come along")] = None,
     temperature: Annotated[
         float, typer.Option(help="sampling temperature; log-probs are of the unscaled logits")
     ] = 1.0,
     full_vocab: Annotated[int, typer.Option(help="positions with the exact KL over the whole vocabulary")] = 0,
     noise: Noise = True,
+    layout: Layout = "batched",
     engine: Engine = None,
     device: Annotated[
         str | None, typer.Option(help="of both sides: cuda or cpu; default: cuda where there is one")
@@ -250,7 +255,20 @@ def gap(
     from .measure.run_gap import run_gap
 
     run_gap(
-        model, out, regions.split(","), mode, tokens, prompts, device, backend, engine, full_vocab, noise, temperature
+        model,
+        out,
+        regions.split(","),
+        mode,
+        tokens,
+        prompts,
+        device,
+        backend,
+        engine,
+        full_vocab,
+        noise,
+        temperature,
+        length,
+        layout,
     )
 
 
@@ -263,6 +281,7 @@ def score(
     regions: Annotated[str | None, typer.Option(help="as for gap")] = None,
     engine: Annotated[str | None, typer.Option(help="preset, or a probe's JSON file; default: gap's")] = None,
     noise: Noise = True,
+    layout: Layout = "batched",
     backend: Backend = "auto",
     out: Annotated[Path | None, typer.Option(help="of a dump: folder for score.json and the report's pages")] = None,
     json: Json = None,
@@ -273,11 +292,11 @@ def score(
 
         if out or json:
             raise ValueError(f"{source} is a folder of `gap`: its report is written there; leave out --out and --json")
-        rescore(source, model, (regions or EVERY_ARM).split(","), backend, engine, noise)
+        rescore(source, model, (regions or EVERY_ARM).split(","), backend, engine, noise, layout)
     else:
         from .measure.score_dump import score_dump
 
-        if model or regions or engine:
+        if model or regions or engine or layout != "batched":
             raise ValueError(
                 f"{source} is no folder of `gap`: a dump is summarised, not scored; leave out the trainer's options"
             )

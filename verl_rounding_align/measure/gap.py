@@ -26,12 +26,14 @@ from ..patch import align
 from ..plan import find_preset
 from ..presets import TRAINER, Preset, get
 from .arms import NONE, live, plan, points
-from .rollout import PREFILL, NextTokens, Rollouts, save
-from .score import score
+from .rollout import PREFILL, NextTokens, Rollouts, checkpoint_digest, save
+from .score import check_layout, score
 from .stats import Interval, intervals, per_sequence
-from .tally import FLOOR, GapRow, Tally, gap_row, k3_terms, tally_row
+from .tally import BATCHED, FLOOR, GapRow, Tally, gap_row, k3_terms, tally_row
 
+# layouts (:mod:`score`) in which the trainer is compared with itself, but for the one that arms are scored in
 FLOORS = {
+    "batched": "trainer against itself, batched, padded on the right",
     "single": "trainer against itself, one sequence at a time",
     "padded": "trainer against itself, padded on both sides",
     "packed": "trainer against itself, packed (attention with a block mask)",
@@ -94,27 +96,15 @@ def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return d, np.concatenate([[0], np.cumsum(lengths)]), at
 
 
-def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's config and weights: of every weight file its size and 64 blocks of 64 KiB.
-
-    A checkpoint that was trained on differs in all of them; a single element changed by hand may not.
-    """
-    found = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]):
-        size, block = file.stat().st_size, 1 << 16
-        found.update(f"{file.name} {size}".encode())
-        with file.open("rb") as f:
-            for i in range(64):
-                f.seek(i * max(0, size - block) // 63)
-                found.update(f.read(block))
-    return found.hexdigest()[:16]
+def _tokens_digest(rollouts: Rollouts) -> str:
+    return hashlib.sha256(rollouts.tokens.numpy().tobytes() + rollouts.prompts.numpy().tobytes()).hexdigest()[:16]
 
 
 class Trainer:
     """Scores of one rollout folder by one checkpoint, arm by arm, kept in the folder: what is there is not done again.
 
-    A score is kept with all that it depends on (rollouts, checkpoint, rounding points, backend, device, versions); where
-    any of it differs now, it is made anew.
+    Arms are scored in one layout, and whole distributions are compared in it. A score is kept with all that it depends on
+    (rollouts, checkpoint, rounding points, backend, device, versions); where any of it differs now, it is made anew.
 
     Args:
         model: folder of the checkpoint that made the rollouts.
@@ -122,6 +112,10 @@ class Trainer:
         backend: see :func:`verl_rounding_align.align`.
         device: where the trainer runs: ``cpu`` or ``cuda``.
         progress: called with the arm and a number of response tokens done.
+        layout: of ``score.LAYOUTS``.
+
+    Raises:
+        ValueError: no such layout.
     """
 
     def __init__(
@@ -132,22 +126,24 @@ class Trainer:
         backend: str = "auto",
         device: str = "cpu",
         progress: Callable[[str, int], None] = lambda arm, n: None,
+        layout: str = BATCHED,
     ):
-        self.model, self.rollouts, self.folder = model, rollouts, folder
+        self.model, self.rollouts, self.folder, self.layout = model, rollouts, folder, check_layout(layout)
         self.backend, self.device, self.progress = backend, device, progress
         self.whole = NextTokens.load(folder)
         self._loaded = None
-        tokens = hashlib.sha256(rollouts.tokens.numpy().tobytes() + rollouts.prompts.numpy().tobytes()).hexdigest()[:16]
+        tokens = _tokens_digest(rollouts)
         names = ("torch", "transformers", "verl-rounding-align")
         self._depends = dict(rollouts=tokens, checkpoint=checkpoint_digest(Path(model)), backend=backend, device=device)
         self._depends |= {name: version for name, version in report.versions().items() if name in names}
 
-    def scores(self, arm: str, preset: Preset, layout: str = "batched") -> dict[str, np.ndarray]:
-        """Return what :func:`score` returns for an arm, as fp64 arrays."""
+    def scores(self, arm: str, preset: Preset, layout: str | None = None) -> dict[str, np.ndarray]:
+        """Return what :func:`score` returns for an arm, as fp64 arrays; in the trainer's layout, or another."""
+        layout = layout or self.layout
         chosen = points(arm, preset) & live(preset)
         name = "+".join(sorted(chosen)) or NONE
         file = self.folder / f"trainer.{name}.{preset.name if chosen else NONE}.{layout}.safetensors"
-        whole = self.whole if layout == "batched" else None
+        whole = self.whole if layout == self.layout else None
         wanted = plan(arm, preset)
         how = dict(points="+".join(sorted(chosen)), preset=preset.name if chosen else NONE)
         how["live"] = "+".join(sorted(live(preset))) if chosen else ""
@@ -161,7 +157,7 @@ class Trainer:
 
                 self._loaded = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
                 self._loaded.to(self.device)
-            said = arm if layout == "batched" else FLOORS[layout]
+            said = arm if layout == self.layout else FLOORS[layout]
             alignment = align(self._loaded, wanted, backend=self.backend)
             kept = score(self._loaded, self.rollouts, layout, progress=lambda n: self.progress(said, n), whole=whole)
             assert not alignment.idle(), alignment.idle()
@@ -186,8 +182,8 @@ def measure(
     Args:
         arms: values of the key, or points joined with ``+`` (:mod:`arms`); ``none`` is added.
         engine: preset to align to, or its name.
-        floors: layouts (``FLOORS``) in which the trainer is compared with itself. The engine is compared with itself
-            where the folder holds what it said otherwise (``prefill``, ``VARIANTS``).
+        floors: layouts (``FLOORS``) in which the trainer is compared with itself, less its own layout. The engine is
+            compared with itself where the folder holds what it said otherwise (``prefill``, ``VARIANTS``).
 
     Raises:
         ValueError: an arm that is none.
@@ -203,7 +199,7 @@ def measure(
         if arm != NONE:
             tally = Tally().add(rollout - trainer.scores(arm, preset)["log_probs"], offsets)
             rows.append(tally_row(arm, preset.name, tally, unaligned))
-    for layout in floors:
+    for layout in (other for other in floors if other != trainer.layout):
         tally = Tally().add(trainer.scores(NONE, preset, layout)["log_probs"] - base, offsets)
         rows.append(tally_row(FLOORS[layout], NONE, tally, unaligned, FLOOR))
     return rows + _engine_floors(trainer.folder, rollouts, rollout - base)
@@ -252,14 +248,50 @@ class Kept:
     live: frozenset[str]  # points at which trainer and engine differ
 
 
-def kept_scores(folder: Path) -> dict[str, Kept]:
-    """Return preset's name -> what :class:`Trainer` has kept for it; the unaligned trainer's scores are in each."""
+def _basis(how: dict[str, str]) -> dict[str, str]:
+    """Return what a score was made from and with, but for where the trainer rounded."""
+    return {name: x for name, x in json.loads(how.get("depends", "{}")).items() if name != "roundings"}
+
+
+def kept_scores(folder: Path, layout: str = BATCHED) -> dict[str, Kept]:
+    """Return preset's name -> what :class:`Trainer` has kept for it in a layout; the unaligned scores are in each.
+
+    Scores of other rollouts, another checkpoint, backend, device or version than the unaligned trainer's are left out.
+    """
     found: dict[str, Kept] = {}
-    for file in sorted(folder.glob("trainer.*.batched.safetensors")):
+    unaligned = folder / f"trainer.{NONE}.{NONE}.{layout}.safetensors"
+    if not unaligned.exists():
+        return {}
+    with safe_open(unaligned, "pt") as kept:
+        basis = _basis(kept.metadata())
+    for file in sorted(folder.glob(f"trainer.*.{layout}.safetensors")):
         with safe_open(file, "pt") as kept:
             how = kept.metadata()
+            if _basis(how) != basis:
+                continue
             moved, its_live = (frozenset(filter(None, how[name].split("+"))) for name in ("points", "live"))
             one = found.setdefault(how["preset"], Kept({}, its_live))
             one.scores[moved] = kept.get_tensor("log_probs").double().numpy()
-    unaligned = found.pop(NONE, Kept({}, frozenset()))
-    return {preset: Kept({**unaligned.scores, **one.scores}, one.live) for preset, one in found.items()}
+    none = found.pop(NONE)
+    return {preset: Kept({**none.scores, **one.scores}, one.live) for preset, one in found.items()}
+
+
+def unaligned_scores(folder: Path, rollouts: Rollouts, layout: str = BATCHED) -> np.ndarray | None:
+    """Return the log-probs (responses,) fp32 that :class:`Trainer` has kept of the unaligned trainer; None if there are none.
+
+    Raises:
+        ValueError: they are of other rollouts, or of another checkpoint.
+    """
+    file = folder / f"trainer.{NONE}.{NONE}.{layout}.safetensors"
+    if not file.exists():
+        return None
+    with safe_open(file, "np") as kept:
+        its = _basis(kept.metadata() or {})
+        wanted = {"rollouts": _tokens_digest(rollouts), "checkpoint": rollouts.meta.get("checkpoint")}
+        other = [name for name, value in wanted.items() if value and its.get(name, value) != value]
+        if other:
+            raise ValueError(
+                f"{file}: scores of other {' and '.join(other)} than the folder's; "
+                f"run `verl-rounding-align gap score {folder.parent}`"
+            )
+        return kept.get_tensor("log_probs")

@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import report
 from ..report import Section
 from . import pictures
-from .tally import VERSION
+from .tally import BATCHED, VERSION
 
 UNIT = "1e-4 nats per token"
 
@@ -52,6 +52,12 @@ def gap_table(rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return columns, cells
 
 
+def _laid_out(m: Mapping) -> str:
+    """Return what a title says of the layout of a mode's scores: nothing if it is the one that is not asked for."""
+    layout = m.get("layout", BATCHED)
+    return "" if layout == BATCHED else f", trainer {layout}"
+
+
 def two_by_two(modes: Mapping) -> Section | None:
     """Return engine compiled or eager against trainer unaligned or aligned, where both engines were measured."""
     if len(modes) < 2 or not all(any(r["arm"] == "all" for r in m["rows"]) and m["crossed"] for m in modes.values()):
@@ -63,7 +69,7 @@ def two_by_two(modes: Mapping) -> Section | None:
         at = [rows[NONE_ROW], *(rows[preset] for preset in presets.values())]
         cells.append((mode, *(interval(r["k3"], 1e4) for r in at)))
     return Section(
-        "Two by two: which engine, which trainer",
+        f"Two by two: which engine, which trainer{_laid_out(next(iter(modes.values())))}",
         ("vLLM", "trainer unaligned", *(f"trainer aligned to {mode}" for mode in presets)),
         cells,
         f"k3, {UNIT}, 95 % intervals. Aligned: every group for which there is evidence. A trainer aligned to the other engine "
@@ -82,7 +88,7 @@ def _gap_sections(found: Mapping) -> list[Section]:
     for mode, m in found["modes"].items():
         gaps = [r for r in m["rows"] if r["kind"] == "gap"]
         floors = [r for r in m["rows"] if r["kind"] == "floor"]
-        title = f"vLLM {mode}, aligned to {m['preset']}"
+        title = f"vLLM {mode}, aligned to {m['preset']}{_laid_out(m)}"
         count = f"{gaps[0]['tokens']:,} tokens in {gaps[0]['sequences']} sequences"
         columns, cells = gap_table(gaps)
         order = [r["arm"] for r in m["rows"]]
@@ -108,7 +114,7 @@ def _gap_sections(found: Mapping) -> list[Section]:
             keep = [i for i, c in enumerate(columns) if c != "k3 change, paired"]
             out.append(
                 Section(
-                    f"Noise floor: vLLM {mode}",
+                    f"Noise floor: vLLM {mode}{_laid_out(m)}",
                     [columns[i] if columns[i] != "k3 ratio, paired" else "k3, of the unaligned gap" for i in keep],
                     [[row[i] for i in keep] for row in cells],
                     "One side against itself, nothing changed but how sequences are batched. Alignment cannot be expected to go "
@@ -116,8 +122,9 @@ def _gap_sections(found: Mapping) -> list[Section]:
                 )
             )
         if m["exact"]:
-            out.append(exact_section(mode, m["exact"]))
-        out.append(triage(f"Triage: vLLM {mode}, trainer unaligned", m["triage"]))
+            out.append(exact_section(f"{mode}{_laid_out(m)}", m["exact"]))
+        who = f"{_laid_out(m)}, " if _laid_out(m) else ", trainer "
+        out.append(triage(f"Triage: vLLM {mode}{who}unaligned", m["triage"]))
     return out
 
 
@@ -164,7 +171,7 @@ def attribution(found: Mapping) -> list[Section]:
     """Return a section per mode of ``attribution.json``."""
     out = []
     for mode, m in found["modes"].items():
-        title = f"Attribution: {mode}, {m['preset']}"
+        title = f"Attribution: {mode}, {m['preset']}{_laid_out(m)}"
 
         def cells(name: str, row: Mapping) -> tuple[str, str, str]:
             share = "" if row["share"] is None else f"{row['share']:.0f} %"

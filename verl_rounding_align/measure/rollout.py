@@ -15,8 +15,9 @@ and, where asked for, what the same engine says of the same tokens in another wa
 
 ``python -m verl_rounding_align.measure.rollout`` runs vLLM in a process of its own, so that the scorer's process never
 holds an engine and nothing is left running. Sequence i is sampled with seed ``seed + i``: sequences are independent, and
-the same ones come again from an engine that only schedules differently, until a token differs. What is sampled is kept
-after each round over the prompts (``partial/``), and an interrupted run goes on there.
+the same ones come again from an engine that only schedules differently, until a token differs. A round takes the next
+``ROUND`` prompts (all, where there are fewer), in order and from the first one again after the last. What is sampled is kept
+after each round (``partial/``), and an interrupted run goes on there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -44,6 +46,7 @@ from .pairs import Pairs
 
 PREFILL, NEXT_TOKENS = "prefill", "next_tokens"
 LENGTH = 256  # most response tokens of a sequence
+ROUND = 64  # most prompts of a round
 
 
 def save(file: Path, arrays: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -51,6 +54,51 @@ def save(file: Path, arrays: dict[str, torch.Tensor], metadata: dict[str, str] |
     part = file.with_name(file.name + ".part")
     save_file(arrays, part, metadata)
     part.replace(file)
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return a digest of a checkpoint's config and weights: of every weight file its size and 64 blocks of 64 KiB.
+
+    A checkpoint that was trained on differs in all of them; a single element changed by hand may not.
+
+    Raises:
+        ValueError: no folder with a config.json.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model={str(folder)!r}: no folder with a config.json; give that of a Transformers checkpoint")
+    found = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]):
+        size, block = file.stat().st_size, 1 << 16
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            for i in range(64):
+                f.seek(i * max(0, size - block) // 63)
+                found.update(f.read(block))
+    return found.hexdigest()[:16]
+
+
+def check_checkpoint(folder: Path, meta: dict, model: str) -> None:
+    """Check that a checkpoint is the one that made the rollouts in ``folder``.
+
+    Args:
+        meta: of the rollouts.
+        model: the checkpoint's folder, wherever it lies now.
+
+    Raises:
+        ValueError: it is another one, or the rollouts do not say which one it was.
+    """
+    now = checkpoint_digest(Path(model))
+    if "checkpoint" not in meta:
+        raise ValueError(
+            f"{folder}: its rollouts do not say which checkpoint made them (those of earlier versions do not), so that "
+            "their log-probs cannot be compared with a trainer's; measure anew, with another folder as --out"
+        )
+    if meta["checkpoint"] != now:
+        raise ValueError(
+            f"{folder}: its rollouts were made by checkpoint {meta['checkpoint']} (a digest of config and weights), "
+            f"model={model!r} is {now} now; give the checkpoint that made them as --model, or measure this one with "
+            "another folder as --out"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +132,9 @@ class Rollouts:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "rollouts.json").write_text(json.dumps(self.meta, indent=2, sort_keys=True) + "\n")
+        part = folder / "rollouts.json.part"
+        part.write_text(json.dumps(self.meta, indent=2, sort_keys=True) + "\n")
+        part.replace(folder / "rollouts.json")
         names = ("tokens", "offsets", "prompts", "log_probs")
         save(folder / "rollouts.safetensors", {name: getattr(self, name) for name in names})
 
@@ -126,6 +176,7 @@ def start(
     sequences_at_once: int = 64,
     prefix_cache: bool = False,
     logprobs_mode: str = "raw_logprobs",
+    max_model_len: int | None = None,
     **engine,
 ):
     """Return a vLLM engine in this process.
@@ -137,6 +188,7 @@ def start(
         sequences_at_once: most sequences that are decoded together.
         logprobs_mode: vLLM's ``raw_logprobs`` (of the logits as the model gives them) or ``processed_logprobs`` (after
             temperature, top-p and top-k).
+        max_model_len: most tokens of a sequence; None for ``length`` and a prompt of 256.
         engine: any other argument of ``vllm.LLM``.
     """
     from vllm import LLM
@@ -145,7 +197,7 @@ def start(
         model=model,
         dtype="bfloat16",
         enforce_eager=eager,
-        max_model_len=length + 256,
+        max_model_len=max_model_len or length + 256,
         max_num_seqs=sequences_at_once,
         seed=seed,
         enable_prefix_caching=prefix_cache,
@@ -185,6 +237,37 @@ def digest(prompts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
 
 
+def encode(tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of user messages, in the tokenizer's chat template if it has one."""
+    if tokenizer.chat_template is None:
+        return [tokenizer.encode(prompt) for prompt in prompts]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def room(prompts: Sequence[list[int]], length: int, positions: int | None) -> int:
+    """Return the ``max_model_len`` of an engine for these prompts' tokens and ``length`` response tokens.
+
+    Args:
+        positions: what the model has; None if that is not known.
+
+    Raises:
+        ValueError: a prompt that does not fit.
+
+    >>> room([[1] * 20], 256, 8192), room([[1] * 900], 256, 8192)
+    (512, 1157)
+    """
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    needed = len(prompts[longest]) + length + 1  # one more is drawn after a sequence that is given whole
+    if positions is not None and needed > positions:
+        raise ValueError(
+            f"prompt {longest + 1} of {len(prompts)} has {len(prompts[longest])} tokens: with length={length} at most "
+            f"{positions - length - 1} fit the model's {positions} positions"
+        )
+    return max(needed, min(length + 256, positions or length + 256))
+
+
 def generate(
     engine,
     prompts: list[str],
@@ -213,18 +296,7 @@ def generate(
     """
     from vllm import SamplingParams
 
-    tokenizer = engine.get_tokenizer()
-
-    def encode(prompt: str) -> list[int]:
-        if tokenizer.chat_template is None:
-            return tokenizer.encode(prompt)
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    encoded = [encode(prompt) for prompt in prompts]
-    requests = [{"prompt_token_ids": ids} for ids in encoded]
+    encoded = encode(engine.get_tokenizer(), prompts)
     config = engine.llm_engine.vllm_config
     meta = dict(
         engine="vllm",
@@ -242,8 +314,10 @@ def generate(
     done = _Sampled.of(kept) if kept is not None else _Sampled()
     cached = 0
     if config.cache_config.enable_prefix_caching:  # once, so that every prompt of every round finds its blocks
-        engine.generate(requests, SamplingParams(max_tokens=1))
+        engine.generate([{"prompt_token_ids": ids} for ids in encoded], SamplingParams(max_tokens=1))
     while len(done.log_probs) < tokens:
+        first = len(done.sequences)
+        turn = [encoded[(first + i) % len(encoded)] for i in range(min(ROUND, len(encoded)))]
         sampling = [
             SamplingParams(
                 temperature=temperature,
@@ -251,11 +325,12 @@ def generate(
                 top_k=top_k,
                 max_tokens=length,
                 logprobs=0,
-                seed=seed + len(done.sequences) + i,
+                seed=seed + first + i,
             )
-            for i in range(len(encoded))
+            for i in range(len(turn))
         ]
-        for ids, result in zip(encoded, engine.generate(requests, sampling), strict=True):
+        requests = [{"prompt_token_ids": ids} for ids in turn]
+        for ids, result in zip(turn, engine.generate(requests, sampling), strict=True):
             answer = result.outputs[0]
             done.sequences.append(ids + list(answer.token_ids))
             done.prompts.append(len(ids))
@@ -319,30 +394,31 @@ def make(
     tokens: int,
     eager: bool,
     extras: dict[str, int] | None = None,
-    progress: Callable[[int, float], None] = lambda n, share: None,
+    progress: Callable[[float, float], None] = lambda done, total: None,
     **options,
 ) -> Rollouts:
     """Return the rollouts in ``folder``, made by vLLM in a process of its own if they are not there.
 
     Args:
         extras: ``prefill`` (1) and ``next_tokens`` (how many positions): what else to ask the engine about them.
-        progress: called now and then with the number of response tokens that are kept so far, and the share of the
-            current round's responses that have ended (0 to 1).
+        progress: called now and then with about how many response tokens there are, and how many there will be. They
+            are equal once all are kept and the engine is asked for the extras.
         options: of :func:`generate` and :func:`start`, e.g. length, temperature, seed, sequences_at_once, prefix_cache.
 
     Raises:
         EngineFailed: vLLM failed; its output is in ``rollouts.log``.
-        ValueError: ``folder`` holds rollouts made in another way.
+        ValueError: ``folder`` holds rollouts made in another way, or by another checkpoint.
     """
-    asked = dict(model=str(model), mode="eager" if eager else "compiled", prompts=digest(prompts), **options)
-    _same(folder, asked, tokens)
+    asked = dict(mode="eager" if eager else "compiled", prompts=digest(prompts), **options)
+    _same(folder, str(model), asked, tokens)
     missing = {name: n for name, n in (extras or {}).items() if n and _lacks(folder, name, n)}
     if missing or not (folder / "rollouts.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        request = dict(model=str(model), prompts=prompts, tokens=tokens, eager=eager, extras=missing, **options)
+        request = dict(model=str(model), checkpoint=checkpoint_digest(Path(model)), prompts=prompts, tokens=tokens)
+        request |= dict(eager=eager, extras=missing, **options)
         file = folder / "request.json"
         before = json.loads(file.read_text()) if file.exists() else {}
-        if {**before, "extras": missing, "tokens": tokens} != request:
+        if {**before, "model": str(model), "extras": missing, "tokens": tokens} != request:
             shutil.rmtree(folder / "partial", ignore_errors=True)  # of another request
         file.write_text(json.dumps(request))
         said = folder / "rollouts.log"
@@ -352,18 +428,49 @@ def make(
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinned threads crawl on a shared machine
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            size, length, ended = min(ROUND, len(prompts)), options.get("length", LENGTH), None
             try:
                 while process.poll() is None:
                     time.sleep(1)
-                    kept = folder / "partial" / "rollouts.json"
-                    tokens = json.loads(kept.read_text())["response_tokens"] if kept.exists() else 0
-                    if not (folder / "rollouts.safetensors").exists():
-                        progress(tokens, _share(said))
+                    if (folder / "rollouts.safetensors").exists():
+                        total = _meta(folder)["response_tokens"]
+                        progress(total, total)
+                        continue
+                    kept, share = _meta(folder / "partial"), _share(said)
+                    n, sequences = kept.get("response_tokens", 0), kept.get("sequences", 0)
+                    if share < 1:
+                        ended = n
+                    elif n != ended:  # the last line is of the round before
+                        share = 0.0
+                    progress(*_expected(n, sequences, share, tokens, size, length))
             finally:
                 process.kill()
         if process.returncode:
             raise EngineFailed.of(process.returncode, said)
     return Rollouts.load(folder)
+
+
+def _meta(folder: Path) -> dict:
+    """Return the ``meta`` of the rollouts in ``folder``, empty if there are none."""
+    try:
+        return json.loads((folder / "rollouts.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def _expected(kept: int, sequences: int, share: float, tokens: int, size: int, length: int) -> tuple[float, float]:
+    """Return (done, total): about how many response tokens there are, below 99 % of how many there will be.
+
+    Args:
+        kept, sequences: response tokens of whole rounds, and sequences that they are in.
+        share: of the responses of the round under way that have ended.
+        tokens: asked for.
+        size: sequences of a round.
+        length: most response tokens of a sequence; assumed as long as no round has ended.
+    """
+    a_round = size * (kept / sequences if sequences else length)
+    total = kept + math.ceil(max(0, tokens - kept) / a_round) * a_round
+    return min(kept + share * a_round, 0.99 * total), total
 
 
 def _share(log: Path) -> float:
@@ -381,10 +488,11 @@ def _lacks(folder: Path, name: str, n: int) -> bool:
     return name == NEXT_TOKENS and len(NextTokens.load(folder).at) < min(n, len(Rollouts.load(folder).log_probs))
 
 
-def _same(folder: Path, asked: dict, tokens: int) -> None:
+def _same(folder: Path, model: str, asked: dict, tokens: int) -> None:
     """Check that rollouts in ``folder``, if there are any, are those that are asked for."""
     if (folder / "rollouts.safetensors").exists():
         kept = Rollouts.load(folder)
+        check_checkpoint(folder, kept.meta, model)
         other = {k: kept.meta.get(k) for k, v in asked.items() if kept.meta.get(k) != v}
         if other or kept.meta["response_tokens"] < tokens:
             raise ValueError(
@@ -396,6 +504,7 @@ def _same(folder: Path, asked: dict, tokens: int) -> None:
 def run(
     folder: Path,
     model: str,
+    checkpoint: str,
     prompts: list[str],
     tokens: int,
     eager: bool,
@@ -411,10 +520,14 @@ def run(
     **more,
 ) -> None:
     """Make what is missing in ``folder``; see :func:`make`."""
-    engine = start(model, eager, length, seed, sequences_at_once, prefix_cache, logprobs_mode, **more)
+    from transformers import AutoConfig, AutoTokenizer
+
+    positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    fits = room(encode(AutoTokenizer.from_pretrained(model), prompts), length, positions)
+    engine = start(model, eager, length, seed, sequences_at_once, prefix_cache, logprobs_mode, fits, **more)
     if not (folder / "rollouts.safetensors").exists():
         how = dict(sequences_at_once=sequences_at_once, prefix_cache=prefix_cache, **more)
-        how |= dict(model=model, mode="eager" if eager else "compiled")
+        how |= dict(model=model, checkpoint=checkpoint, mode="eager" if eager else "compiled")
         sampling = dict(length=length, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k)
         partial = folder / "partial"
         kept = Rollouts.load(partial) if (partial / "rollouts.safetensors").exists() else None

@@ -8,7 +8,8 @@ DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -22,13 +23,16 @@ from ..plan import find_preset
 from ..presets import Preset
 from ..preview import engine_preset, installed_vllm
 from ..regions import GROUPS
-from . import attribute, gap, gap_report, rollout, triage
+from . import attribute, facts, gap, gap_report, rollout, triage
 from .arms import NONE, POINTS, expand, moved, plan
+from .score import check_layout
 from .stats import per_sequence
-from .tally import VERSION, Tally, k3_terms
+from .tally import BATCHED, VERSION, Tally, k3_terms
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
-PRESET = "preset.json"  # in a mode's folder: the engine's preset that its scores are aligned to
+PRESET = (
+    "preset.json"  # in a mode's folder: the engine's preset that its scores are aligned to, the layout of the last ones
+)
 NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
 
 
@@ -42,6 +46,27 @@ def _advance(progress: Progress, total: int):
         progress.advance(tasks[arm], n)
 
     return advance
+
+
+@contextmanager
+def _follow(progress: Progress, title: str, then: str | None = None) -> Iterator[Callable[[float, float], None]]:
+    """Yield a callback (done, total) with one bar, full at the end of the block.
+
+    Args:
+        then: what goes on, for an unknown time, once done is total: a second bar without an end.
+    """
+    task, more = progress.add_task(title, total=1), None
+
+    def tell(done: float, total: float) -> None:
+        nonlocal more
+        progress.update(task, completed=done, total=total)
+        if then and done == total and more is None:
+            more = progress.add_task(then, total=None)
+
+    yield tell
+    for one in (task, more):
+        if one is not None:
+            progress.update(one, completed=1, total=1)
 
 
 def check(mode: str, regions: Sequence[str]) -> list[str]:
@@ -71,6 +96,8 @@ def run_gap(
     full_vocab: int = 0,
     noise: bool = True,
     temperature: float = 1.0,
+    length: int = rollout.LENGTH,
+    layout: str = BATCHED,
 ) -> dict:
     """Measure, print and write ``gap.json`` and the report; see the command's help for the arguments.
 
@@ -81,7 +108,10 @@ def run_gap(
         ValueError: an option that is not legal, or that the folder's rollouts were not made with.
     """
     arms = check(mode, regions)
+    check_layout(layout)
     device = here(device)
+    if length < 1:
+        raise ValueError(f"length={length}: a response has at least 1 token")
     text = prompts.read_text() if prompts else (resources.files(__package__) / "prompts.txt").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -95,32 +125,28 @@ def run_gap(
         name = "eager" if eager else "compiled"
         presets[name] = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
     extras = {rollout.PREFILL: int(noise), rollout.NEXT_TOKENS: full_vocab}
-    options = {"temperature": temperature}
+    options = {"temperature": temperature, "length": length}
     for name, preset in presets.items():
         folder, eager = out / name, name == "eager"
         with report.progress() as progress:
-            task = progress.add_task(f"vLLM ({name}) generates {tokens} tokens", total=tokens)
-
-            def advance(n: int, share: float, task=task, progress=progress) -> None:
-                most = len(lines) * rollout.LENGTH * share  # of this round
-                progress.update(task, completed=min(n + most, tokens))
-
-            made = rollout.make(folder, model, lines, tokens, eager, extras, advance, **options)
-            progress.update(task, completed=tokens)
+            title = f"vLLM ({name}) generates {tokens} tokens"
+            asks = [what for what, n in (("prefill", noise), ("whole distributions", full_vocab)) if n]
+            then = f"vLLM ({name}) is asked for {' and '.join(asks)}" if asks else None
+            with _follow(progress, title, then) as tell:
+                made = rollout.make(folder, model, lines, tokens, eager, extras, tell, **options)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
-                task = progress.add_task(title, total=1)
                 few = lines[:NOISE_PROMPTS]
-                tell = lambda n, share, task=task, progress=progress: progress.update(task, completed=share)  # noqa: E731
-                varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
-                progress.update(task, completed=1)
+                with _follow(progress, title) as tell:
+                    varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
                 if varied.meta.get("cached_prompt_tokens") == 0:
                     progress.print(f"no row for {title}: the prompts are shorter than one of its blocks")
         if made.meta["device"] != device:
             raise ValueError(
                 f"device={device!r}: vLLM ran on {made.meta['device']}; the preset would be another engine's"
             )
-        (folder / PRESET).write_text(json.dumps({"device": device, "preset": preset.as_dict()}, indent=2) + "\n")
-    return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else ())
+        aligned_to = {"device": device, "preset": preset.as_dict(), "layout": layout}
+        (folder / PRESET).write_text(json.dumps(aligned_to, indent=2) + "\n")
+    return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
 
 
 def here(device: str | None) -> str:
@@ -140,7 +166,13 @@ def here(device: str | None) -> str:
 
 
 def rescore(
-    source: Path, model: str | None, regions: Sequence[str], backend: str, engine: str | None, noise: bool = True
+    source: Path,
+    model: str | None,
+    regions: Sequence[str],
+    backend: str,
+    engine: str | None,
+    noise: bool = True,
+    layout: str = BATCHED,
 ) -> dict:
     """Score the rollouts that ``gap`` has kept, without an engine; see :func:`run_gap` for the rest.
 
@@ -150,20 +182,29 @@ def rescore(
         engine: a preset's name or a probe's file; None for the preset that ``gap`` aligned to.
 
     Raises:
-        ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there.
+        ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there, or that is
+            not the one that made the rollouts.
     """
-    arms, presets, devices = check("both", regions), {}, set()
+    arms, presets, devices, files = check("both", regions), {}, set(), {}
+    check_layout(layout)
     for mode in ("compiled", "eager"):
         if (source / mode / "rollouts.safetensors").exists():
             meta, kept = rollout.Rollouts.load(source / mode).meta, json.loads((source / mode / PRESET).read_text())
             model = model or meta["model"]
+            if not Path(model).is_dir():
+                raise ValueError(
+                    f"model={model!r}: no such folder; give the checkpoint that made the rollouts as --model"
+                )
+            rollout.check_checkpoint(source / mode, meta, model)
             devices.add(kept["device"])
             presets[mode] = find_preset(engine or Preset.from_dict(kept["preset"]))
-    if not Path(model).is_dir():
-        raise ValueError(f"model={model!r}: no such folder; give the checkpoint that made the rollouts as --model")
+            files[source / mode / PRESET] = {**kept, "layout": layout}
     if len(devices) != 1:
         raise ValueError(f"{source}: rollouts of unlike devices, {', '.join(sorted(devices))}")
-    return _measure(model, source, presets, arms, backend, here(devices.pop()), tuple(gap.FLOORS) if noise else ())
+    device = here(devices.pop())
+    for file, kept in files.items():
+        file.write_text(json.dumps(kept, indent=2) + "\n")
+    return _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
 
 
 def _measure(
@@ -174,6 +215,7 @@ def _measure(
     backend: str,
     device: str,
     floors: Sequence[str],
+    layout: str,
 ) -> dict:
     """Score rollouts of one or two modes, write and show what was found."""
     modes = {}
@@ -181,7 +223,7 @@ def _measure(
         rollouts = rollout.Rollouts.load(out / name)
         with report.progress() as progress:
             advance = _advance(progress, len(rollouts.log_probs))
-            trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance)
+            trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance, layout)
             rows = gap.measure(trainer, arms, preset, floors)
             crossed = []
             for other in presets.values():
@@ -195,18 +237,19 @@ def _measure(
                 d = rolled - trainer.scores(arm, preset)["log_probs"]
                 tally = Tally().add(d, rollouts.response_offsets)
                 pictures[arm] = dict(positions=tally.by_position(), sizes=tally.by_size())
-            if "single" in floors:
+            if "single" in floors and layout != "single":
                 d = trainer.scores(NONE, preset, "single")["log_probs"] - base
                 tally = Tally().add(d, rollouts.response_offsets)
                 pictures[gap.FLOORS["single"]] = dict(positions=tally.by_position(), sizes=tally.by_size())
         modes[name] = dict(
             preset=preset.name,
+            layout=layout,
             rollouts={k: v for k, v in rollouts.meta.items() if k != "model"},
             rows=[asdict(r) for r in rows],
             crossed=[asdict(r) for r in crossed],
             exact=[asdict(r) for r in exact],
             pictures=pictures,
-            triage=triage.as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta)),
+            triage=triage.as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta, facts.of_model(model))),
         )
     payload = {"schema": "verl-rounding-align/gap", "schema_version": VERSION, "model": Path(model).name}
     payload |= {"device": device, "modes": modes}
@@ -239,10 +282,12 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
         offsets, engine = rollouts.response_offsets, rollouts.log_probs.numpy().astype("float64")
         tokens = per_sequence(np.ones(len(engine)), offsets)
         # of the preset that gap aligned to: a folder may hold scores of others
-        preset = json.loads((out / mode / PRESET).read_text())["preset"]["name"]
-        kept = gap.kept_scores(out / mode).get(preset)
+        aligned_to = json.loads((out / mode / PRESET).read_text())
+        preset, layout = aligned_to["preset"]["name"], aligned_to.get("layout", BATCHED)
+        kept = gap.kept_scores(out / mode, layout).get(preset)
+        which = preset if layout == BATCHED else f"{preset}, {layout}"
         if kept is None:
-            failed.append((-1, f"{out / mode}: no scores for {preset}", mode))
+            failed.append((-1, f"{out / mode}: no scores for {which}", mode, layout))
             continue
         its = {p: moved(p, find_preset("vllm_compiled")) & kept.live for p in players}
         sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
@@ -253,12 +298,14 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
         }
         try:
             found[mode] = attribute.attribute(k3, tokens, players)
-            details[mode] = dict(preset=preset, tokens=len(engine), sequences=len(tokens))
+            details[mode] = dict(preset=preset, layout=layout, tokens=len(engine), sequences=len(tokens))
         except ValueError as error:
-            failed.append((len(k3), f"{out / mode}, {preset}: {error}", mode))
+            failed.append((len(k3), f"{out / mode}, {which}: {error}", mode, layout))
     if not found and failed:  # the nearest miss
         asked = "subsets" if players == list(GROUPS) else ":".join(("subsets", *players))
-        raise ValueError(f"{max(failed)[1]}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
+        _, why, _, layout = max(failed)
+        asked += "" if layout == BATCHED else f" --layout {layout}"
+        raise ValueError(f"{why}; run `verl-rounding-align gap --out {out} --regions {asked} ...`")
     if not found:
         raise ValueError(f"{out}: no rollouts of `verl-rounding-align gap` in it")
     payload = {"schema": "verl-rounding-align/attribution", "schema_version": VERSION}
@@ -266,7 +313,7 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
     for file in filter(None, (out / "attribution.json", to)):
         report.write_json(file, payload)
     report.show(*(section.table() for section in gap_report.attribution(payload)))
-    report.show(*(f"not attributed: {why}" for _, why, mode in failed if mode not in found))
+    report.show(*(f"not attributed: {why}" for _, why, mode, _ in failed if mode not in found))
     if (out / "gap.json").exists():
         report.show(*(f"wrote {path}" for path in gap_report.write(out)))
     return found

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from . import facts, pairs, rope, triage, weights
-from .arms import NONE
 
 
 def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
-    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is none."""
-    from safetensors.numpy import load_file
+    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is none.
 
+    Raises:
+        ValueError: the trainer's scores are of other rollouts, or of another checkpoint.
+    """
+    from .gap import unaligned_scores
     from .rollout import Rollouts
+    from .run_gap import PRESET
+    from .tally import BATCHED
 
-    scores = folder / f"trainer.{NONE}.{NONE}.batched.safetensors"
-    if not (folder / "rollouts.safetensors").exists() or not scores.exists():
+    if not (folder / "rollouts.safetensors").exists():
         return None
     rollouts = Rollouts.load(folder)
-    return rollouts.pairs(load_file(scores)["log_probs"]), rollouts.meta
+    aligned_to = json.loads((folder / PRESET).read_text()) if (folder / PRESET).exists() else {}
+    scores = unaligned_scores(folder, rollouts, aligned_to.get("layout", BATCHED))
+    return None if scores is None else (rollouts.pairs(scores), rollouts.meta)
 
 
 def run_triage(
@@ -41,6 +47,9 @@ def run_triage(
         gap = read_gap(dump) if dump.is_dir() else None
         if gap:
             sample, known = gap[0], facts.of_rollouts(gap[1])
+            made_by = Path(gap[1].get("model", ""))
+            if (made_by / "config.json").exists():
+                known |= facts.of_model(made_by)
         else:
             sample = pairs.load(dump)
     if config is not None:

@@ -1,7 +1,7 @@
 """The trainer's log-probs of a rollout's responses, as verl's actor computes them: logits in the model dtype, log-softmax
 in fp32. How sequences are laid out in a batch is no part of the model, but moves its rounding, so it is a choice here:
 
-    batched   right-padded, sequences of like length together; what every arm is scored with
+    batched   right-padded, sequences of like length together; what arms are scored in unless another is asked for
     single    one sequence at a time, no padding
     padded    verl without remove_padding: prompts padded on the left, responses on the right
     packed    verl with remove_padding: sequences one after another in one row, told apart by their position_ids
@@ -15,9 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from .rollout import NextTokens, Rollouts
+from .tally import BATCHED
 
-LAYOUTS = ("batched", "single", "padded", "packed")
+LAYOUTS = (BATCHED, "single", "padded", "packed")
 BATCH_TOKENS = 2048
+
+
+def check_layout(layout: str) -> str:
+    """Return ``layout``.
+
+    Raises:
+        ValueError: it is not one of ``LAYOUTS``.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: unknown layout {layout!r}; choose from {', '.join(LAYOUTS)}")
+    return layout
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ def _batches(rollouts: Rollouts, layout: str, batch_tokens: int) -> Iterator[_Ba
 def score(
     model,
     rollouts: Rollouts,
-    layout: str = "batched",
+    layout: str = BATCHED,
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] = lambda n: None,
     whole: NextTokens | None = None,

@@ -14,6 +14,7 @@ from .stats import Interval, intervals, per_sequence
 
 VERSION = 1  # of the schema of what is written from these rows
 GAP, FLOOR = "gap", "floor"
+BATCHED = "batched"  # the layout (:mod:`score`) of rows that name none
 OCTAVES = np.arange(-24, 5.01, 0.25)  # bins of log2 |d|
 POSITIONS = np.unique(np.concatenate([[0, 1, 2, 3], np.round(2 ** np.arange(2, 20.01, 0.5))]).astype(np.int64))
 COLUMNS = ("n", "k1", "k3", "abs")
