@@ -118,12 +118,12 @@ def measured(tmp_path):
     from verl_rounding_align.measure.rollout import Rollouts, save
     from verl_rounding_align.presets import get
 
-    lengths = torch.tensor([9, 12, 15, 11, 8, 10, 14])
-    rollout = -torch.rand(int(lengths.sum()) - 28, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([9, 12, 15, 11, 8, 10, 14] * 2)
+    rollout = -torch.rand(int(lengths.sum()) - 56, generator=torch.Generator().manual_seed(0))
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.long)
     out, meta = tmp_path / "compiled", {"response_tokens": len(rollout)}
-    Rollouts(tokens, offsets, torch.full((7,), 4), rollout, meta).save(out)
+    Rollouts(tokens, offsets, torch.full((14,), 4), rollout, meta).save(out)
     (out / "preset.json").write_text(json.dumps({"device": "cpu", "preset": get("vllm_compiled").as_dict()}))
     every = "+".join(sorted(live(get("vllm_compiled"))))
     for groups in coalitions(list(GROUPS)):
@@ -143,7 +143,7 @@ def test_the_command_attributes_what_gap_has_kept(measured):
     k3 = [np.expm1(-0.1 * 0.5**n) + 0.1 * 0.5**n for n in (0, 4)]
     assert found["whole"]["value"] == pytest.approx([k3[0] - k3[1]] * 3, rel=1e-4)
     assert [row["share"] for row in found["players"]] == pytest.approx([25] * 4, rel=1e-4)
-    assert "compiled, vllm_compiled" in done.output and "51 tokens in 7 sequences" in done.output
+    assert "compiled, vllm_compiled" in done.output and "102 tokens in 14 sequences" in done.output
     assert "25 %" in done.output
 
 
