@@ -55,10 +55,9 @@ REQUIRED = {
         "T = 0.8",
     ],
     "moe-routing": [
-        "random Qwen3-MoE, 16 experts",
-        "random Qwen3-MoE, 64 experts",
-        "random Qwen3-MoE, 16 experts, over 8 steps",
-        "random Qwen3-MoE, 64 experts, over 8 steps",
+        f"random Qwen3-MoE, {experts} experts{over}"
+        for experts in ("1 of 8", "2 of 16")
+        for over in ("", ", over 8 steps")
     ],
     "one-token-shift": [
         "every sequence, by +1",
@@ -121,10 +120,14 @@ REQUIRED = {
         "the trainer sees 64 tokens back",
     ],
 }
-# less than rounding moves logits; digests find it
-MISSED = {("weights-rope-or-context", "noise of 0.003 of its size on every matrix")} | {
-    ("changes-with-step", f"noise of 0.003 of its size on every matrix, {when}")
-    for when in ("from step 4 of 8 on", "before step 4 of 8", "at step 1 of 4")
+# moved no farther than by rounding: digests find weights, settings say what experts there are
+MISSED = {
+    ("weights-rope-or-context", "noise of 0.003 of its size on every matrix"),
+    *(
+        ("changes-with-step", f"noise of 0.003 of its size on every matrix, {when}")
+        for when in ("from step 4 of 8 on", "before step 4 of 8", "at step 1 of 4")
+    ),
+    *(("moe-routing", f"random Qwen3-MoE, 4 of 64 experts{over}") for over in ("", ", over 8 steps")),
 }
 MUST = [(cause, size) for cause, sizes in REQUIRED.items() for size in sizes]
 

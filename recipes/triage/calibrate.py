@@ -98,9 +98,9 @@ def cases(store: Store) -> Iterator[Case]:
         yield Case(
             tool.ROUNDING, "eager, random Qwen3", pairs_of(store, "random qwen3", store["random qwen3/trainer 1"])
         )
-    for name, experts in (("random qwen3_moe", 16), ("random qwen3_moe_64", 64)):
-        if f"{name}/rollout" in store:
-            pairs = pairs_of(store, name, store[f"{name}/trainer 1"])
+    for name, experts in (("qwen3_moe_8", "1 of 8"), ("qwen3_moe", "2 of 16"), ("qwen3_moe_64", "4 of 64")):
+        if f"random {name}/rollout" in store:
+            pairs = pairs_of(store, f"random {name}", store[f"random {name}/trainer 1"])
             yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts", pairs)
             yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts, over 8 steps", with_steps(pairs))
     if "groups/rollout" in store:

@@ -46,6 +46,7 @@ MOE = dict(moe_intermediate_size=64, mlp_only_layers=[])
 RANDOM = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", dict(num_experts=16, num_experts_per_tok=2, **MOE)),
+    "qwen3_moe_8": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=1, **MOE)),
     "qwen3_moe_64": ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, **MOE)),
 }
 TUNED = 20  # seed of the rollouts that thresholds were set with, and that tests record

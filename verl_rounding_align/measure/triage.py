@@ -405,8 +405,9 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
 
     (1) Top-p keeps one token where p >= top_p: its log-prob is exactly 0, the trainer's is not (see ``_one_kept``); threshold:
     3 tokens and 0.2 %. Not where d grows with log p: a low temperature takes likely tokens to 0 too.
-    (2) d < 0 (noise alone) at less than a quarter of all tokens, likely or not, log-probs correlated beyond 0.9 and d not
-    growing with log p: not a temperature, and not other weights (there d < 0 stays above a third until log-probs fall apart).
+    (2) d < 0 (noise alone) at less than a quarter of all tokens, likely or not, and small there: a median below 0.12 (0.02 to
+    0.04 where mass is kept, 0.2 and more with other weights, whose d < 0 is as rare once log-probs fall apart); log-probs
+    correlated beyond 0.9 and d not growing with log p: not a temperature.
     """
     says = "" if facts.logprobs_mode == "raw_logprobs" else _truncation(facts)  # raw ones are of all tokens
     if sample is not None and len(sample) >= FEWEST:
@@ -421,7 +422,8 @@ def kept_mass(sample: Sample | None, facts: Facts) -> Sign | None:
                 f"one token was kept; mean exp(-d) = {kept:.3f}, the mean mass kept" + (f"; {says}" if says else ""),
             )
         together = float(np.corrcoef(sample.rollout, sample.trainer)[0, 1]) if n else 0.0
-        if n and low < ONE_SIDED and high < 0.4 and tilt < TILT / 2 and together > 0.9:
+        noise = float(np.median(-sample.d[sample.d < 0])) if (sample.d < 0).any() else 0.0
+        if n and low < ONE_SIDED and high < 0.4 and tilt < TILT / 2 and together > 0.9 and noise < NOISE:
             return Sign(
                 CERTAIN if says else LIKELY,
                 f"d < 0 at {_percent(low)} of unlikely and {_percent(high)} of likely tokens (rounding: half), d not growing "
@@ -474,7 +476,7 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
 
     |u| beyond the 99th percentile of the other tokens in too many sequences: binomial tail below 1e-9 (6 of 10), and a median
     6 times that of the others (a response's first token is up to twice as noisy as others in clean runs) and 4 times that of the
-    four tokens beside it (another prompt puts these off too).
+    four tokens beside it, which are at most 2.5 times as far off as the others (another prompt puts these off too).
     """
     if sample is None or not len(sample):
         return None
@@ -487,7 +489,8 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
         beyond, n = int((size[edge] > np.quantile(size[inner], 0.99)).sum()), int(edge.sum())
         ratio = float(np.median(size[edge]) / np.median(size[inner]))
         beside = sample.clear & (position >= 1) & (position <= 4)
-        if not beside.any() or np.median(size[edge]) < 4 * np.median(size[beside]):
+        near = float(np.median(size[beside])) if beside.any() else np.inf
+        if np.median(size[edge]) < 4 * near or near > 2.5 * np.median(size[inner]):
             continue
         if _binomial_tail(beyond, n, 0.01) < 1e-9 and ratio > 6:
             return Explained(
@@ -499,7 +502,7 @@ def edges(sample: Sample | None, facts: Facts) -> Sign | None:
 
 
 TILT = 0.3
-ONE_SIDED = 0.25
+ONE_SIDED, NOISE = 0.25, 0.12
 
 
 def routing(sample: Sample | None, facts: Facts) -> Sign | None:
