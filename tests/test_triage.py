@@ -341,7 +341,7 @@ def test_a_few_far_tokens_are_routing_only_where_there_are_experts():
 
 
 def test_routing_of_a_real_moe_is_likely_where_its_experts_are_known():
-    pairs = case("moe-routing", "random Qwen3-MoE, 16 experts").pairs
+    pairs = case("moe-routing", "random Qwen3-MoE, 2 of 16 experts").pairs
     (finding,) = triage.triage(pairs, Facts(experts=16))
     assert (finding.cause, finding.confidence) == ("moe-routing", "likely")
     assert finding.evidence.endswith("of the squared difference (rounding: 8 to 16 %); the model has 16 experts")
