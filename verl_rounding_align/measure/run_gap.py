@@ -30,9 +30,7 @@ from .stats import per_sequence
 from .tally import BATCHED, VERSION, Tally, k3_terms
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
-PRESET = (
-    "preset.json"  # in a mode's folder: the engine's preset that its scores are aligned to, the layout of the last ones
-)
+PRESET = "preset.json"  # in a mode's folder: which preset and layout its last scores are of
 NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
 
 
