@@ -68,6 +68,7 @@ def test_estimators_are_as_defined():
     base = np.exp(-2 * d)
     assert row.k3_change[0] == pytest.approx(row.k3[0] - (base - 1 - np.log(base)).mean())
     assert row.k3_ratio[0] == pytest.approx(row.k3[0] / (base - 1 - np.log(base)).mean())
+    assert (row.k1_change[0], row.abs_change[0]) == (pytest.approx(-0.05), pytest.approx(-0.15))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -291,15 +291,40 @@ def bits(found: dict) -> str:
     return report.markdown(("sampler's attention", "arm", *(f"p{b}" for b in every), "log2 k3 per bit, 95 %"), lines)
 
 
+def real(found: dict) -> str:
+    """Return the table of the arms with a real engine."""
+    lines = []
+    for arm, rows in found["arms"].items():
+        o = outcome({"rows": rows})
+        numbers = [f"{o[name]:.2f}" for name in ("start", "peak", "final", "drop")]
+        end = "no" if o["collapse"] is None else f"at step {o['collapse']}"
+        lines.append([arm, rows[-1]["step"], *numbers, end, f"{o['k3_start']:.1e}", f"{o['k3_end']:.1e}"])
+    columns = (
+        "arm",
+        "steps",
+        "start",
+        "peak",
+        "final",
+        "drop",
+        "collapsed",
+        "k3, first 50 steps",
+        "k3, last 100 steps",
+    )
+    made = ", ".join(f"{name} {found['versions'][name]}" for name in ("verl", "vllm", "torch", "transformers"))
+    return report.markdown(columns, lines) + f"\n\nlr {found['lr']:g}, one seed; CPU, {made}."
+
+
 def files() -> dict[Path, str]:
     """Return what this script writes: path to text."""
     runs = [r for name in ("default", "corrected") for r in load(HERE / f"results/{name}.jsonl")]
-    read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits")}
+    read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits", "real_engine")}
     page = report.filled((HERE / "README.md").read_text(), "default", table(runs))
     reason = report.filled((HERE / "WHY.md").read_text(), "differences", differences(read["why"]))
     reason = report.filled(reason, "gradients", gradients(read["why"]))
     return {
-        HERE / "README.md": report.filled(page, "bits", bits(read["bits"])),
+        HERE / "README.md": report.filled(
+            report.filled(page, "bits", bits(read["bits"])), "real", real(read["real_engine"])
+        ),
         HERE / "WHY.md": reason,
         HERE / "reward.svg": picture(runs),
     }

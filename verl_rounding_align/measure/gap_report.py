@@ -33,18 +33,26 @@ def interval(x, scale: float = 1.0) -> str:
 
 def gap_table(rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return (columns, cells) of gap rows."""
-    columns = ("arm", "k1", "k3", "k3 change, paired", "k3 ratio, paired", "mean |d|", "max |d|", "tokens")
+    columns = (
+        "arm", "k1", "its change, paired", "k3", "its change, paired", "k3 ratio, paired", "mean |d|", "its change, paired",
+        "max |d|", "tokens",
+    )  # fmt: skip
     cells = []
     for r in rows:
         other = r["arm"] != "none"
+        change = {
+            n: interval(r.get(f"{n}_change"), 1e4) if other and r["kind"] == "gap" else "" for n in ("k1", "k3", "abs")
+        }
         cells.append(
             (
                 r["arm"],
                 interval(r["k1"], 1e4),
+                change["k1"],
                 interval(r["k3"], 1e4),
-                interval(r["k3_change"], 1e4) if other and r["kind"] == "gap" else "",
+                change["k3"],
                 interval(r["k3_ratio"]) if other else "",
                 interval(r["abs_mean"], 1e4),
+                change["abs"],
                 f"{1e4 * r['abs_max']:.3g}",
                 f"{r['tokens']:,}",
             )
@@ -100,7 +108,8 @@ def _gap_sections(found: Mapping) -> list[Section]:
         renamed = [report.Figure(f"{f.name}_{mode}", f.alt, f.svg) for f in figures]
         note = (
             f"{UNIT} ({count}); 95 % intervals, bootstrap-t over sequences. d = engine minus trainer log-prob; "
-            "k1 = mean d, k3 = mean(exp(-d) + d - 1); change and ratio are to the unaligned trainer on the same tokens."
+            "k1 = mean d, k3 = mean(exp(-d) + d - 1); change and ratio are to the unaligned trainer on the same tokens. "
+            "The largest |d| has no interval: a drawn sample's is never larger."
         )
         hot = m["rollouts"].get("temperature", 1.0)
         if hot != 1.0:
@@ -111,7 +120,7 @@ def _gap_sections(found: Mapping) -> list[Section]:
         out.append(Section(f"Gap: {title}", columns, cells, note, renamed))
         if floors:
             columns, cells = gap_table(floors)
-            keep = [i for i, c in enumerate(columns) if c != "k3 change, paired"]
+            keep = [i for i, c in enumerate(columns) if c != "its change, paired"]
             out.append(
                 Section(
                     f"Noise floor: vLLM {mode}{_laid_out(m)}",

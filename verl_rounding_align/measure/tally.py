@@ -24,8 +24,9 @@ COLUMNS = ("n", "k1", "k3", "abs")
 class GapRow:
     """One set of log-probs against another; intervals are 95 %, in nats per token.
 
-    ``k3_change`` is this row's k3 minus the unaligned trainer's, ``k3_ratio`` their ratio; both paired, on this row's
-    tokens; None where there is nothing to compare with. ``kind``: ``gap``, or ``floor`` for one side against itself.
+    ``k3_change`` is this row's k3 minus the unaligned trainer's (``k1_change``, ``abs_change`` likewise), ``k3_ratio`` their
+    ratio; all paired, on this row's tokens; None where there is nothing to compare with. The largest difference has no
+    interval: that of a drawn sample is never larger. ``kind``: ``gap``, or ``floor`` for one side against itself.
     """
 
     arm: str
@@ -38,6 +39,8 @@ class GapRow:
     abs_max: float
     k3_change: Interval | None = None
     k3_ratio: Interval | None = None
+    k1_change: Interval | None = None
+    abs_change: Interval | None = None
     kind: str = GAP
 
 
@@ -112,10 +115,9 @@ def tally_row(arm: str, engine: str, tally: Tally, base: Tally | None = None, ki
     ratios = [(tally.column("k1"), n), (k3, n), (tally.column("abs"), n)]
     if base is not None:
         ratios += [(k3 - base.column("k3"), n), (k3, base.column("k3"))]
+        ratios += [(tally.column(name) - base.column(name), n) for name in ("k1", "abs")]
     k1, k3, abs_mean, *compared = intervals(ratios)
-    return GapRow(
-        arm, engine, tally.tokens, len(n), k1, k3, abs_mean, tally.abs_max, *(compared or (None, None)), kind=kind
-    )
+    return GapRow(arm, engine, tally.tokens, len(n), k1, k3, abs_mean, tally.abs_max, *compared, kind=kind)
 
 
 def gap_row(arm: str, engine: str, d: np.ndarray, d0: np.ndarray, offsets: np.ndarray, kind: str = GAP) -> GapRow:
