@@ -7,6 +7,7 @@ from __future__ import annotations
 import doctest
 import importlib
 from itertools import chain, combinations
+from pathlib import Path
 
 import pytest
 
@@ -167,9 +168,13 @@ def test_every_row_names_its_source_and_no_two_rows_claim_one_rollout():
             assert len(matching) == (device == "cuda" or version in ("0.28.0", "0.32.0")), (version, device, eager)
 
 
-@pytest.mark.parametrize("module", ["rounding", "plan", "presets", "families", "backend"])
-def test_docstrings_run(module):
-    module = importlib.import_module(f"verl_rounding_align.{module}")
+PACKAGE = Path(importlib.import_module("verl_rounding_align").__file__).parent
+SHOWING = [file.relative_to(PACKAGE.parent) for file in PACKAGE.rglob("*.py") if ">>>" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", sorted(SHOWING), ids=str)
+def test_docstrings_run(file):
+    module = importlib.import_module(".".join(file.with_suffix("").parts))
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted and not result.failed
 

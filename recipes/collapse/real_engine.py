@@ -57,7 +57,8 @@ def make_assets(folder: Path, seed: int) -> None:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **kwargs) -> float:
-    """Return the share of digits that are right, in the form that verl calls."""
+    """Return the share of digits that are right, in the form that verl calls. An end token leaves no text: what follows it
+    moves up."""
     return sum(a == b for a, b in zip(solution_str, ground_truth, strict=False)) / len(ground_truth)
 
 

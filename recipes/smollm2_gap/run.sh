@@ -13,12 +13,12 @@ fi
 .venv/bin/verl-rounding-align gap --model "$model" --out "$out" "$@"
 case " $* " in *subsets*) .venv/bin/verl-rounding-align attribute "$out" ;; esac
 # the compiled engine against the layout that verl trains with by default (use_remove_padding)
-case " $* " in *layout* | *"mode eager"*) ;; *)
+case " $* " in *layout*) packed= ;; *) packed=yes ;; esac
+if [ -n "$packed" ] && [ -f "$out/compiled/rollouts.safetensors" ]; then
   mkdir -p "$out-packed/compiled"
   cp "$out"/compiled/{rollouts.*,preset.json} "$out-packed/compiled/"
   [ ! -f "$out/compiled/next_tokens.safetensors" ] || cp "$out/compiled/next_tokens.safetensors" "$out-packed/compiled/"
   .venv/bin/verl-rounding-align gap score "$out-packed" --model "$model" --layout packed --regions paper,all --no-noise
-  ;;
-esac
+fi
 .venv/bin/verl-rounding-align landing --model "$model" --json "$out/landing.json"
 .venv/bin/verl-rounding-align gap report "$out"

@@ -42,6 +42,7 @@ class Case:
     # (sequences,) bool, those with the fault: a draw holds two of either kind, or shows nothing
     part: np.ndarray | None = None
     facts: Facts = Facts()  # what is known beside log-probs
+    fresh: bool = True  # not of the samples that thresholds were set with
 
 
 Store = Mapping[str, np.ndarray]  # of make_inputs.store
@@ -71,7 +72,7 @@ def of_gap(folder: Path) -> Iterator[Case]:
             # trainer.<points>.<preset>.<layout>.safetensors
             arm, layout = how["points"] or "none", file.name.split(".")[-2]
             arm += f" as {how['preset']}" if how["points"] else ""
-            yield Case(tool.ROUNDING, f"{mode}, {arm}{LAYOUTS[layout]}", rollouts.pairs(scores))
+            yield Case(tool.ROUNDING, f"{mode}, {arm}{LAYOUTS[layout]}", rollouts.pairs(scores), fresh=False)
 
 
 def cases(store: Store) -> Iterator[Case]:
@@ -96,13 +97,18 @@ def cases(store: Store) -> Iterator[Case]:
                 yield Case("temperature", f"T = {temperature:g} scored at 1", at(1))
     if "random qwen3/rollout" in store:
         yield Case(
-            tool.ROUNDING, "eager, random Qwen3", pairs_of(store, "random qwen3", store["random qwen3/trainer 1"])
+            tool.ROUNDING,
+            "eager, random Qwen3",
+            pairs_of(store, "random qwen3", store["random qwen3/trainer 1"]),
+            fresh=False,
         )
     for name, experts in (("qwen3_moe_8", "1 of 8"), ("qwen3_moe", "2 of 16"), ("qwen3_moe_64", "4 of 64")):
         if f"random {name}/rollout" in store:
             pairs = pairs_of(store, f"random {name}", store[f"random {name}/trainer 1"])
-            yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts", pairs)
-            yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts, over 8 steps", with_steps(pairs))
+            yield Case("moe-routing", f"random Qwen3-MoE, {experts} experts", pairs, fresh=False)
+            yield Case(
+                "moe-routing", f"random Qwen3-MoE, {experts} experts, over 8 steps", with_steps(pairs), fresh=False
+            )
     if "groups/rollout" in store:
         groups = pairs_of(store, "groups", store["groups/trainer 1"])
         yield Case(tool.ROUNDING, "eager, 8 answers to each of 4 prompts", groups)
@@ -252,7 +258,7 @@ def rate(case: Case, tokens: int, n: int) -> dict:
     named = Counter(tool.triage(sample, case.facts)[0].cause for sample in draws(case, tokens, n, seed=1))
     hits = sum(named[cause] for cause in (case.cause, *case.also))
     return dict(
-        cause=case.cause, also=case.also, size=case.size, hits=hits, draws=n, interval=wilson(hits, n),
+        cause=case.cause, also=case.also, size=case.size, fresh=case.fresh, hits=hits, draws=n, interval=wilson(hits, n),
         k3=float(np.nanmean(tool.k3_terms(case.pairs.rollout - case.pairs.trainer))),
         others={cause: count for cause, count in named.most_common() if cause not in (case.cause, *case.also)},
     )  # fmt: skip

@@ -49,7 +49,7 @@ RANDOM = {
     "qwen3_moe_8": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=1, **MOE)),
     "qwen3_moe_64": ("qwen3_moe", dict(num_experts=64, num_experts_per_tok=4, **MOE)),
 }
-TUNED = 20  # seed of the rollouts that thresholds were set with, and that tests record
+TUNED = 20  # seed of the rollouts that thresholds were set with, and that are recorded for tests
 SEED = 21  # of those that rates are measured on
 SEQUENCES = 28  # of a run, that trainers score
 NOISES = (0.05, 0.02, 0.1, 0.01, 0.003)
@@ -282,12 +282,16 @@ def main() -> None:
     parser.add_argument("--no-score", action="store_true")
     parser.add_argument("--record", type=Path, help="only write the tests' part of the inputs into this folder")
     options = parser.parse_args()
+    if options.record and seed() != TUNED:
+        sys.exit(f"tests record what thresholds were set with, seed {TUNED}; {OUT} holds seed {seed()}")
     if options.record:
         return record(options.record, 20)
     if options.mode in RANDOM:
         return generate_random(options.mode, options.model)
     if options.mode:
         return generate(options.model, options.mode, options.tokens, options.seed)
+    if (OUT / "clean" / "rollouts.json").exists() and seed() != options.seed:
+        sys.exit(f"{OUT} holds rollouts of seed {seed()}, asked for {options.seed}: move it away")
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -263,7 +263,7 @@ def kept_scores(folder: Path, layout: str = BATCHED) -> dict[str, Kept]:
     if not unaligned.exists():
         return {}
     with safe_open(unaligned, "pt") as kept:
-        basis = _basis(kept.metadata())
+        basis = _basis(kept.metadata() or {})
     for file in sorted(folder.glob(f"trainer.*.{layout}.safetensors")):
         with safe_open(file, "pt") as kept:
             how = kept.metadata()

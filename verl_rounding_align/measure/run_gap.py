@@ -196,13 +196,15 @@ def rescore(
             rollout.check_checkpoint(source / mode, meta, model)
             devices.add(kept["device"])
             presets[mode] = find_preset(engine or Preset.from_dict(kept["preset"]))
-            files[source / mode / PRESET] = {**kept, "layout": layout}
+            aligned_to = {"device": kept["device"], "preset": presets[mode].as_dict(), "layout": layout}
+            files[source / mode / PRESET] = aligned_to
     if len(devices) != 1:
         raise ValueError(f"{source}: rollouts of unlike devices, {', '.join(sorted(devices))}")
     device = here(devices.pop())
-    for file, kept in files.items():
-        file.write_text(json.dumps(kept, indent=2) + "\n")
-    return _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
+    payload = _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
+    for file, aligned_to in files.items():
+        file.write_text(json.dumps(aligned_to, indent=2) + "\n")
+    return payload
 
 
 def _measure(

@@ -42,7 +42,7 @@ def intervals(
         draws: bootstrap draws, the same for every ratio.
         level: coverage of the interval.
 
-    >>> intervals([(np.full(8, 6.0), np.full(8, 3.0))])
+    >>> intervals([(np.full(12, 6.0), np.full(12, 3.0))])
     [(2.0, 2.0, 2.0)]
     """
     table = np.array([column for pair in ratios for column in pair], dtype=np.float64)
