@@ -91,6 +91,23 @@ def test_with_the_variable_verl_runs_on_the_cpu():
     assert found == ["cpu cpu False", "True", "True", "True", refusal, "verl's own: True", "cpu:gloo"]
 
 
+def test_a_checkpoint_restores_the_generator():
+    """verl's own functions, in the order of a save and a resume; they take the device's generator for a second one."""
+    out = python(
+        """
+        import torch, verl
+        from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager as manager
+        state = manager.get_rng_state()
+        drawn = torch.rand(3)
+        print(torch.equal(torch.rand(3), drawn))
+        manager.load_rng_state(state)
+        print(torch.equal(torch.rand(3), drawn))
+        """,
+        VERL_PLATFORM="cpu",
+    )
+    assert out.split() == ["False", "True"]
+
+
 def test_log_probs_are_fp32_as_on_cuda():
     """Against log_softmax in fp64 of the same bf16 logits. Bound: logits below 8 in size and a sum of 64 exponentials
     round about ten times at 2^-24 relative, some 1e-5 in all. Negative control: verl's own engine class on a CPU, whose

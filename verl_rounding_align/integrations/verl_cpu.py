@@ -66,6 +66,12 @@ class _CPUDevice(ModuleType):
     def ipc_collect(self) -> None:
         pass
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)  # verl's checkpoints keep a device's generator beside the CPU's, here the same one
+
     def memory_allocated(self, device: Any = None) -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
