@@ -683,16 +683,21 @@ def _few_tokens(sample: Sample) -> str | None:
     """Return what ``steps`` says where mean k3, not the typical size, changes at a step."""
     each, found = sample.pairs.steps, []
     k3, tokens = (per_sequence(x, sample.offsets) for x in (k3_terms(sample.d), np.ones(len(sample))))
-    for start in np.unique(each)[1:]:
-        for part, where in ((each >= start, f"from step {start} on"), (each < start, f"before step {start}")):
-            if min(tokens[part].sum(), tokens[~part].sum()) < 1000 or min(part.sum(), (~part).sum()) < stats.FEWEST:
-                continue
-            inside, outside = (float(k3[x].sum() / tokens[x].sum()) for x in (part, ~part))
-            if inside > 2 * outside:
-                found.append((inside / max(outside, 1e-300), where, part))
-    for ratio, where, part in sorted(found, key=lambda x: -x[0])[:CANDIDATES]:
+    values, which = np.unique(each, return_inverse=True)
+    sums = np.stack([np.bincount(which, x) for x in (k3, tokens, np.ones(len(each)))])  # (3, steps)
+    early, late = np.cumsum(sums, 1)[:, :-1], np.cumsum(sums[:, ::-1], 1)[:, ::-1][:, 1:]
+    enough = (np.minimum(early[1], late[1]) >= 1000) & (np.minimum(early[2], late[2]) >= stats.FEWEST)
+    for at in np.flatnonzero(enough):
+        before, after, start = early[0, at] / early[1, at], late[0, at] / late[1, at], values[at + 1]
+        if after > 2 * before:
+            found.append((after / max(before, 1e-300), start, True))
+        elif before > 2 * after:
+            found.append((before / max(after, 1e-300), start, False))
+    for ratio, start, rises in sorted(found, key=lambda x: -x[0])[:CANDIDATES]:
+        part = (each >= start) == rises
         (_, low, _), (_, _, high) = (intervals([(k3[x], tokens[x])], level=0.999)[0] for x in (part, ~part))
         if low > high:
+            where = f"from step {start} on" if rises else f"before step {start}"
             return f"k3 is {ratio:.1f} times as large {where} as in the other steps"
     return None
 
