@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -109,6 +110,36 @@ def test_a_stored_value_passes_its_gradient_on_stored():
     stored = parse("p4").store(x)
     stored.backward(torch.tensor([1.01, 0.3]))
     assert torch.equal(stored, torch.tensor([1.0, -3.25])) and torch.equal(x.grad, torch.tensor([1.0, 0.3125]))
+
+
+def test_gradients_may_have_a_format_of_their_own():
+    """Of a stored value and of a parameter; the forward pass is the coarse format's either way."""
+    chosen = replace(parse("p4"), gradients=parse("bf16"))
+    x = torch.tensor([1.01, -3.3], requires_grad=True)
+    stored = chosen.store(x)
+    stored.backward(torch.tensor([1.01, 0.3]))
+    assert torch.equal(stored, parse("p4").round(x))
+    assert torch.equal(x.grad, torch.tensor([1.01, 0.3]).bfloat16().float()) and str(chosen) == "p4 (gradients bf16)"
+
+    gradients = {}
+    for name, format in (("own", parse("p4")), ("bf16", chosen), ("exact", replace(chosen, gradients=parse("fp32")))):
+        model = tiny("qwen3", dtype=torch.float32)
+        formats.store_parameters(model, format)
+        align(model, "none", format=format)
+        loss = model(tokens(), use_cache=False).logits.square().mean()
+        loss.backward()
+        gradients[name] = (loss.item(), {n: p.grad for n, p in model.named_parameters()})
+    assert len({loss for loss, _ in gradients.values()}) == 1
+    for name, format in (("own", parse("p4")), ("bf16", parse("bf16"))):
+        assert all(same_bits(g, format.round(g)) for g in gradients[name][1].values())
+    coarse = (g for g in gradients["bf16"][1].values())
+    assert any(not same_bits(g, parse("p4").round(g)) for g in coarse)
+
+    def error(name):  # squared, over all parameters
+        exact = gradients["exact"][1]
+        return sum((g - exact[n]).square().sum() for n, g in gradients[name][1].items())
+
+    assert 0 < error("bf16") < error("own") / 30
 
 
 def test_rounding_stores_in_its_format_where_it_stores():

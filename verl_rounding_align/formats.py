@@ -14,7 +14,8 @@ exponents of its own and is torch's cast there and back. ``fp32`` stores everyth
 Gradients. A real cast's backward casts the gradient to the dtype of its input, which is wider: exact. What makes
 gradients coarse in a bf16 model is that the gradient *of* a bf16 tensor is a bf16 tensor: the operator that reads the
 value writes its gradient in bf16. So :meth:`Format.store` is straight-through, and stores the gradient that arrives in
-the format too. One difference is left: where several operators read a stored tensor, a real model stores a gradient for
+the format too, or in another one (``gradients``): with coarse values and bf16 gradients, what rounding does to log-probs
+is large and what it does to gradients is as in a real run. One difference is left: where several operators read a stored tensor, a real model stores a gradient for
 each and then their sum; here the sum alone is stored.
 """
 
@@ -37,7 +38,7 @@ class _Store(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.format.round(gradient), None
+        return ctx.format.round_gradient(gradient), None
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Format:
     Args:
         name: ``bf16``, ``fp16``, ``fp32`` or ``p<bits>``.
         bits: significant bits, the hidden one included.
-        cast: a torch dtype that rounds as the format does and has exponents of its own, or None.
+        cast: a torch dtype that rounds as the format does, or None. fp16's exponents are its own.
+        gradients: the format that gradients of stored values are stored in; None: this one.
 
     >>> parse("p4").round(torch.tensor([1.0, 1.0624, 1.0626, 1.1875, -5.5, 3.4e38])).tolist()
     [1.0, 1.0, 1.125, 1.25, -5.5, inf]
@@ -56,6 +58,7 @@ class Format:
     name: str
     bits: int
     cast: torch.dtype | None = None
+    gradients: Format | None = None
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` rounded to the format, without a gradient.
@@ -66,7 +69,7 @@ class Format:
         if x.dtype != torch.float32:
             raise ValueError(f"format {self.name}: values are kept in torch.float32, got {x.dtype}")
         if self.cast is not None:
-            return x.to(self.cast).float()
+            return x.detach().to(self.cast).float()
         drop = FP32 - self.bits
         if drop == 0:
             return x
@@ -76,12 +79,16 @@ class Format:
         # one sum instead of a comparison per element, which costs more than all the rest on a CPU; false alarms are fine
         return torch.where(x.isnan(), x.detach(), r) if bool(x.detach().sum().isnan()) else r
 
+    def round_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a stored value as it is stored."""
+        return (self.gradients or self).round(gradient)
+
     def store(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` stored in the format; its gradient is stored in the format as well."""
         return _Store.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else self.round(x)
 
     def __str__(self) -> str:
-        return self.name
+        return self.name + (f" (gradients {self.gradients})" if self.gradients else "")
 
 
 def parse(value: str | Format | None, key: str = "format") -> Format | None:
@@ -97,7 +104,7 @@ def parse(value: str | Format | None, key: str = "format") -> Format | None:
     """
     if value is None or isinstance(value, Format):
         return value
-    known = {"bf16": Format("bf16", 8), "fp16": Format("fp16", 11, torch.float16), "fp32": Format("fp32", FP32)}
+    known = {"bf16": Format("bf16", 8, torch.bfloat16), "fp16": Format("fp16", 11, torch.float16), "fp32": Format("fp32", FP32)}
     known |= {f"p{bits}": Format(f"p{bits}", bits) for bits in range(LOWEST, FP32)}
     if value not in known:
         raise ValueError(f"{key}={value!r}: unknown format {value!r}; choose from {CHOICES}")
@@ -134,7 +141,7 @@ def store_tensors(model: nn.Module, format: Format, key: str = "format") -> list
         known = isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__.endswith("RMSNorm")
         if not known and next(module.parameters(recurse=False), None) is not None:
             raise ValueError(f"{key}={format.name!r}: {name} ({type(module).__name__}) cannot be emulated")
-    handles = [p.register_hook(format.round) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_hook(format.round_gradient) for p in model.parameters() if p.requires_grad]
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             handles.append(module.register_forward_hook(lambda m, args, out: format.store(out)))

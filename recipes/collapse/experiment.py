@@ -1,7 +1,8 @@
 """One run: a tiny Qwen3 learns to reverse digits by GRPO; sampler and trainer round in different places, or do not.
 
-Everything that a model of a 16-bit dtype stores is stored in a format of ``bits`` significant bits, on both sides; the
-two differ in the rounding points inside the regions (by ``arm``), and, as in life, in the order of their sums.
+Everything that a forward pass of a 16-bit model stores is stored in a format of ``bits`` significant bits, on both sides;
+the two differ in the rounding points inside the regions (by ``arm``), and, as in life, in the order of their sums and in
+the attention kernel. Gradients are stored in one of ``gradients`` bits, 8 of which are BF16.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from transformers import AttentionInterface, DynamicCache, Qwen3Config, Qwen3ForCausalLM
@@ -21,7 +22,7 @@ from verl_rounding_align import align, formats
 ENGINE = "vllm_compiled"  # the sampler's preset: of the points here it stores cos_sin alone
 DIGITS, LENGTH = 10, 5
 EQUALS, VOCAB = 10, 12
-PROMPTS, GROUP, MINIBATCHES = 8, 8, 2
+GROUP, MINIBATCHES = 8, 2
 CLIP, DUAL_CLIP, TIS_CAP, MAX_NORM = 0.2, 3.0, 2.0, 1.0
 WINDOW = 25  # steps per stored row
 
@@ -50,14 +51,28 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Args: bits: of the significand; lr: Adam's; steps: of RL; pretrain: supervised steps before it."""
+    """One run.
+
+    Args:
+        bits: of the significand; lr: Adam's; steps: of RL; pretrain: supervised steps before it; prompts: in a batch,
+            ``GROUP`` answers each; gradients: bits of gradients, 0 for ``bits``.
+    """
 
     arm: str
     bits: int
     lr: float
     seed: int
     steps: int
-    pretrain: int
+    pretrain: int = 60
+    prompts: int = 16
+    gradients: int = 8
+
+    @property
+    def format(self) -> formats.Format:
+        """What both sides store in."""
+        own = formats.parse(f"p{self.bits + ARMS[self.arm].more_bits}")
+        gradients = "bf16" if self.gradients == 8 else f"p{self.gradients}"  # the same; torch's cast takes less time
+        return replace(own, gradients=formats.parse(gradients)) if self.gradients else own
 
 
 # ---- task
@@ -137,7 +152,7 @@ def sample(sampler, ids: torch.Tensor, group: int, cached: bool, g: torch.Genera
 def kernel(format: formats.Format) -> str:
     """Register the sampler's attention and return its name: as a flash kernel does it stores exp(score - max) in the
     format before the product with V, and divides by the sum afterwards. The trainer's SDPA keeps both in fp32."""
-    name = f"stored_probabilities_{format}"
+    name = f"stored_probabilities_{format.name}"
 
     def attention(module, q, k, v, mask, scaling, **kwargs):
         groups = q.shape[1] // k.shape[1]
@@ -159,8 +174,9 @@ class Pair:
     Masters and stored weights are verl's mixed precision: fp32 parameters, of which FSDP gathers bf16.
     """
 
-    def __init__(self, start: Qwen3ForCausalLM, arm: Arm, bits: int, lr: float):
-        self.format, self.arm = formats.parse(f"p{bits + arm.more_bits}"), arm
+    def __init__(self, start: Qwen3ForCausalLM, settings: Settings):
+        self.settings, self.format, self.arm = settings, settings.format, ARMS[settings.arm]
+        arm = self.arm
         self.trainer = start
         self.masters = [p.detach().clone() for p in start.parameters()]
         formats.store_parameters(start, self.format)
@@ -169,7 +185,7 @@ class Pair:
             self.sampler.set_attn_implementation(kernel(self.format))
         align(self.trainer, arm.regions, engine=ENGINE, format=self.format)
         align(self.sampler, "none" if arm.same else "all", engine=ENGINE, format=self.format)
-        self.optimizer = torch.optim.Adam(self.masters, lr=lr)
+        self.optimizer = torch.optim.Adam(self.masters, lr=settings.lr)
 
     def sample(self, ids: torch.Tensor, g: torch.Generator):
         return sample(self.sampler, ids, GROUP, not self.arm.same, g)
@@ -235,7 +251,7 @@ def update(pair: Pair, g: torch.Generator) -> tuple:
     Returns:
         (reward, k1, k3, differ, norm), means over the batch.
     """
-    ids, rollout = pair.sample(prompts(PROMPTS, g), g)
+    ids, rollout = pair.sample(prompts(pair.settings.prompts, g), g)
     reward = rewards(ids)
     advantages = group_advantages(reward)
     with torch.no_grad():
@@ -259,7 +275,7 @@ def run(settings: Settings, show: Callable[[str], None] = lambda text: None) -> 
     tokens whose two log-probs differ at all.
     """
     began, start = time.time(), pretrained(settings.seed, settings.pretrain)
-    pair = Pair(start, ARMS[settings.arm], settings.bits, settings.lr)
+    pair = Pair(start, settings)
     g = torch.Generator().manual_seed(1000 + settings.seed)
     rows, window = [], []
     for step in range(settings.steps):

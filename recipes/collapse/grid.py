@@ -20,21 +20,21 @@ sys.path.insert(0, str(HERE))
 
 from experiment import ARMS, Settings, run  # noqa: E402
 
-PRETRAIN = 60
+
+def settings(arms, bits=(4,), lrs=(2e-3,), seeds: int = 5, steps: int = 2000, **other) -> list[Settings]:
+    """Return the product, seeds outermost: what an interrupted grid has is whole seeds."""
+    return [Settings(a, b, lr, s, steps, **other) for s, b, lr, a in product(range(seeds), bits, lrs, arms)]
 
 
-def settings(arms, bits, lrs, seeds, steps: int, pretrain: int = PRETRAIN) -> list[Settings]:
-    """Return the product, seeds outermost: an interrupted grid has whole seeds (of `default`, of `none` and `all` first)."""
-    return [Settings(a, b, lr, s, steps, pretrain) for s, b, lr, a in product(range(seeds), bits, lrs, arms)]
-
-
-FIRST, SECOND, THIRD = ("none", "all"), ("same", "rope", "paper"), ("tis", "bit")
 GRIDS = {
-    "smoke": settings(["none", "all", "same", "tis"], [4], [2e-3], 1, steps=2, pretrain=2),
-    "fast": settings(["none", "all"], [2], [2e-3], 2, steps=200),
-    "default": [s for arms in (FIRST, SECOND) for s in settings(arms, [3], [2e-3], 5, steps=1200)],
-    "corrected": settings(THIRD, [3], [2e-3], 5, steps=1200),
-    "full": settings(list(ARMS), [3, 4, 5, 6, 7, 8], [1e-3, 2e-3, 4e-3], 8, steps=4800),
+    "smoke": settings(["none", "all", "same", "tis"], seeds=1, steps=2, pretrain=2),
+    "fast": settings(["none", "all"], bits=[3], seeds=2, steps=250),
+    "default": settings(["none", "all", "same"]),
+    "arms": settings(["rope", "paper", "tis", "bit"]),
+    "bits": settings(["none", "all"], bits=[3, 5, 6, 7, 8]),
+    "rates": settings(["none", "all"], lrs=[1e-3, 3e-3]),
+    "coarse_gradients": settings(list(ARMS), bits=[3], steps=1200, prompts=8, gradients=0),
+    "full": settings(list(ARMS), bits=[3, 4, 5, 6, 7, 8], lrs=[1e-3, 2e-3, 3e-3], seeds=10, steps=8000),
 }
 
 

@@ -22,13 +22,13 @@ T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 
 SCHEMA = {
     "type": "object",
-    "required": ["arm", "bits", "lr", "seed", "steps", "pretrain", "seconds", "rows", "versions"],
+    "required": ["arm", "bits", "lr", "seed", "steps", "pretrain", "prompts", "gradients", "seconds", "rows", "versions"],
     "additionalProperties": False,
     "properties": {
         "arm": {"enum": list(ORDER)},
         "bits": {"type": "integer", "minimum": 2, "maximum": 22},
         "lr": {"type": "number", "exclusiveMinimum": 0},
-        **{name: {"type": "integer", "minimum": 0} for name in ("seed", "steps", "pretrain")},
+        **{name: {"type": "integer", "minimum": 0} for name in ("seed", "steps", "pretrain", "prompts", "gradients")},
         "seconds": {"type": "number"},
         "versions": {"type": "object"},
         "rows": {
