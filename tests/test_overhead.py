@@ -282,7 +282,11 @@ def test_every_operator_has_one_kind_and_the_unaligned_pass_is_100_percent(monke
         assert none[kind] > 0 and aligned[kind] > 0, kind
     for kind in ("compiled regions", "calling them"):
         assert none[kind] == 0 < aligned[kind], kind
-    assert shares.render(found).row_count == len(shares.KINDS) + 1
+    assert shares.render(found).row_count == len(shares.KINDS) + 2
+    # swiglu: 64 tokens, two inputs and an output of the intermediate size, bf16; inputs are read and written thrice
+    size = 64 * tiny("llama", layers=1).config.intermediate_size * 2
+    expected = 100 * (3 * 2 + 2) * size / found["bandwidth"]
+    assert found["floor"]["swiglu"] > 0 and found["floor"]["swiglu"] == pytest.approx(expected / found["seconds"])
 
 
 # what a user would pick instead
@@ -456,11 +460,17 @@ def test_readme_tables_say_not_measured_where_no_file_is(tmp_path):
 
 
 def test_shares_stand_in_order_of_the_unaligned_pass_with_their_sum(tmp_path):
-    found = {"model": "m", "layers": 2, "shares": {"none": {"a": 30.0, "b": 70.0}, "all": {"a": 25.0, "b": 70.04}}}
+    found = {
+        "model": "m",
+        "layers": 2,
+        "shares": {"none": {"a": 30.0, "b": 70.0}, "all": {"a": 25.0, "b": 70.04}},
+        "floor": {"all": 3.14},
+    }
     report.write_json(tmp_path / "shares-smollm2-135m.json", found)
     assert readme_table().shares(tmp_path) == [
         "| time in | m, 2 layers: none, % | m, 2 layers: all, % |", "| --- | --- | --- |",
         "| b | 70.0 | 70.0 |", "| a | 30.0 | 25.0 |", "| sum | 100.0 | 95.0 |",
+        "| compiled regions' least traffic, at the speed of memory |  | 3.1 |",
     ]  # fmt: skip
 
 
@@ -475,8 +485,11 @@ def test_cost_stands_beside_the_gap_that_is_left(tmp_path):
     assert readme_table().alternatives("x", tmp_path)[2:] == [
         "| torch.compile | 0.98x (0.95-1.01) | 11 | 1 over 6 | 1.050x (1.030-1.070) |",
         "| Liger | not measured: no GPU |  |  |  |",
-        "| engine (on the engine's side) | 0.70x (0.60-0.80) | not measured | not measured | not measured |",
+        "| engine | 0.70x (0.60-0.80) |  |  | of sampling: not measured |",
     ]
+    report.write_json(tmp_path / "engine_cost.json", {"timing": dict(timing, ratio=None)})
+    last = readme_table().alternatives("x", tmp_path)[-1]
+    assert last == "| engine | 0.70x (0.60-0.80) |  |  | of sampling: no difference seen (1.030-1.070) |"
 
 
 def test_what_one_would_pick_instead_scores_the_same_tokens_its_own_way():

@@ -104,7 +104,11 @@ def parse(value: str | Format | None, key: str = "format") -> Format | None:
     """
     if value is None or isinstance(value, Format):
         return value
-    known = {"bf16": Format("bf16", 8, torch.bfloat16), "fp16": Format("fp16", 11, torch.float16), "fp32": Format("fp32", FP32)}
+    known = {
+        "bf16": Format("bf16", 8, torch.bfloat16),
+        "fp16": Format("fp16", 11, torch.float16),
+        "fp32": Format("fp32", FP32),
+    }
     known |= {f"p{bits}": Format(f"p{bits}", bits) for bits in range(LOWEST, FP32)}
     if value not in known:
         raise ValueError(f"{key}={value!r}: unknown format {value!r}; choose from {CHOICES}")

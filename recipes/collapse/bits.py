@@ -24,7 +24,8 @@ BITS, SEEDS, PROMPTS = range(3, 9), 5, 64
 
 def k3(start, arm: str, bits: int, seed: int) -> float:
     """Return k3 over the answers to ``PROMPTS`` prompts, ``e.GROUP`` each."""
-    pair, g = e.Pair(copy.deepcopy(start), e.ARMS[arm], bits, 1e-3), torch.Generator().manual_seed(seed)
+    pair = e.Pair(copy.deepcopy(start), e.Settings(arm, bits, lr=0, seed=seed, steps=0))
+    g = torch.Generator().manual_seed(seed)
     ids, rollout = pair.sample(e.prompts(PROMPTS, g), g)
     with torch.no_grad():
         log_r = (e.log_probs(pair.trainer, ids) - rollout).double()

@@ -1,6 +1,7 @@
 """Run a grid of settings, resumable, a process per core: `python grid.py default [--workers N] [--out FILE]`.
 
-Each finished run is one line of results/<grid>.jsonl; what is there already is not run again.
+Each finished run is one line of outputs/collapse/<grid>.jsonl (results/ holds those that the page is made from); what is
+there already is not run again. Then the table is printed, and the pictures are drawn beside the file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from experiment import ARMS, Settings, run  # noqa: E402
+from outcomes import load  # noqa: E402
 
 
 def settings(arms, bits=(4,), lrs=(2e-3,), seeds: int = 5, steps: int = 2000, **other) -> list[Settings]:
@@ -31,7 +33,7 @@ GRIDS = {
     "fast": settings(["none", "all"], bits=[3], seeds=2, steps=250),
     "default": settings(["none", "all", "same"]),
     "arms": settings(["rope", "paper", "tis", "bit"]),
-    "bits": settings(["none", "all"], bits=[3, 5, 6, 7, 8]),
+    "bits": [*settings(["none"], bits=[3, 5, 6, 7, 8]), *settings(["all"], bits=[3])],
     "rates": settings(["none", "all"], lrs=[1e-3, 3e-3]),
     "coarse_gradients": settings(list(ARMS), bits=[3], steps=1200, prompts=8, gradients=0),
     "full": settings(list(ARMS), bits=[3, 4, 5, 6, 7, 8], lrs=[1e-3, 2e-3, 3e-3], seeds=10, steps=8000),
@@ -42,11 +44,6 @@ def name(row: dict | Settings) -> tuple:
     """Return what identifies a run."""
     values = row if isinstance(row, dict) else vars(row)
     return tuple(values[field] for field in Settings.__dataclass_fields__)
-
-
-def load(path: Path) -> list[dict]:
-    """Return the finished runs of a file, none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _one(chosen: Settings) -> dict:
@@ -85,4 +82,10 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    execute(GRIDS[options.grid], options.out or HERE / f"results/{options.grid}.jsonl", options.workers)
+    import table
+
+    out = options.out or HERE.parents[1] / f"outputs/collapse/{options.grid}.jsonl"
+    rows = execute(GRIDS[options.grid], out, options.workers)
+    table.show(rows, [run for runs in table.stored().values() for run in runs])
+    for name, svg in table.pictures(rows).items():
+        out.with_suffix(f".{name}.svg").write_text(svg)

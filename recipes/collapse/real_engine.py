@@ -21,7 +21,7 @@ import experiment  # noqa: E402
 import quickstart  # noqa: E402
 
 ARMS = ("none", "all")
-LR, PRETRAIN, HEAD = 2e-3, 60, 32
+LR, PRETRAIN, HEAD, PROMPTS = 2e-3, 60, 32, 8
 NAMES = {"reward": "critic/rewards/mean", "k1": "rounding_align/mismatch_kl", "k3": "rounding_align/mismatch_k3",
          "norm": "actor/grad_norm"}  # fmt: skip
 
@@ -64,12 +64,12 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def overrides(seed: int) -> list[str]:
     """Return what differs from the quickstart's command line: the recipe's batch, loss and optimizer."""
-    batch = experiment.PROMPTS * experiment.GROUP
+    batch = PROMPTS * experiment.GROUP
     return [
-        f"data.train_batch_size={experiment.PROMPTS}", f"data.max_response_length={experiment.LENGTH}", f"data.seed={seed}", "actor_rollout_ref.rollout.max_model_len=32",
+        f"data.train_batch_size={PROMPTS}", f"data.max_response_length={experiment.LENGTH}", f"data.seed={seed}", "actor_rollout_ref.rollout.max_model_len=32",
         *(f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu={batch}" for role in ("ref", "rollout")),
         f"actor_rollout_ref.rollout.n={experiment.GROUP}", "actor_rollout_ref.rollout.ignore_eos=True",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={experiment.PROMPTS // experiment.MINIBATCHES}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // experiment.MINIBATCHES}",
         f"actor_rollout_ref.actor.optim.lr={LR}", "actor_rollout_ref.actor.optim.weight_decay=0",
         f"actor_rollout_ref.actor.grad_clip={experiment.MAX_NORM}", "actor_rollout_ref.actor.use_kl_loss=False",
         f"reward.custom_reward_function.path={HERE}/real_engine.py",

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Set-up, then a grid (default, fast, full) on all cores, resumable; after the default grid its table and picture. `real`:
-# the same task with verl and vLLM in BF16, for an hour.
+# Set-up, then a grid of grid.py (default, fast, arms, bits, rates, coarse_gradients, full) on all cores, resumable, with its
+# table and picture under outputs/collapse/. `real`: the same task with verl and vLLM in BF16, for an hour.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ -n "${PYTHON:-}" ] || bash ci/setup.sh
 python=${PYTHON:-.venv/bin/python}
 grid=${1:-default}
 [ "$grid" != real ] || exec "$python" recipes/collapse/real_engine.py "${@:2}"
-"$python" recipes/collapse/grid.py "$grid" "${@:2}"
-[ "$grid" != default ] || "$python" recipes/collapse/table.py
+exec "$python" recipes/collapse/grid.py "$grid" "${@:2}"

@@ -1,4 +1,4 @@
-"""Write README.md's tables and reward.svg from results/; --check: fail if they differ."""
+"""Write the tables of README.md and WHY.md and the pictures from results/; --check: fail if the pages differ."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from statistics import mean, stdev
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from outcomes import ORDER, SHORT, T975, binomial, garwood, grouped, load, outcome, paired, rate_model, windows  # noqa: E402
+
 from verl_rounding_align import report  # noqa: E402
 
-ORDER = ("none", "rope", "paper", "all", "same", "tis", "bit")
 COLOURS = dict(zip(ORDER, ("#d95f02", "#7570b3", "#66a61e", "#1b9e77", "#4c4c4c", "#a6761d", "#e7298a"), strict=True))
-DROP, SHORT, LONG = 0.10, 50, 100  # of reward; steps of a window and of the final mean
-# two-sided 95 % quantiles of Student's t by degrees of freedom
-T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
 SCHEMA = {
     "type": "object",
-    "required": ["arm", "bits", "lr", "seed", "steps", "pretrain", "prompts", "gradients", "seconds", "rows", "versions"],
+    "required": [
+        "arm",
+        "bits",
+        "lr",
+        "seed",
+        "steps",
+        "pretrain",
+        "prompts",
+        "gradients",
+        "seconds",
+        "rows",
+        "versions",
+    ],
     "additionalProperties": False,
     "properties": {
         "arm": {"enum": list(ORDER)},
@@ -45,96 +54,28 @@ SCHEMA = {
 }
 
 
-def load(path: Path) -> list[dict]:
-    """Return the runs of a grid's file, none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def windows(rows: list[dict], name: str, size: int) -> list[tuple[int, float]]:
-    """Return (last step, mean) of consecutive windows of ``size`` steps."""
-    per = size // (rows[0]["step"] or 1)
-    chunks = [rows[i : i + per] for i in range(0, len(rows) - per + 1, per)] if per else [[r] for r in rows]
-    return [(chunk[-1]["step"], mean(r[name] for r in chunk)) for chunk in chunks or [rows]]
-
-
-def outcome(run: dict) -> dict:
-    """Return what README.md defines: start, peak, final, drop, the step of collapse or None, the mismatch before it.
-
-    >>> rows = [dict(step=25 * i, reward=r, k3=0.1) for i, r in enumerate([0.5, 0.5, 0.8, 0.8, 0.6, 0.6, 0.6, 0.6], 1)]
-    >>> found = outcome({"rows": rows})
-    >>> found["peak"], round(found["drop"], 2), found["collapse"]
-    (0.8, 0.2, 150)
-    """
-    rows = run["rows"]
-    rewards = windows(rows, "reward", SHORT)
-    peak = max(r for _, r in rewards)
-    last = [r for r in rows if r["step"] > rows[-1]["step"] - LONG]
-    final, collapse = mean(r["reward"] for r in last), None
-    if final <= peak - DROP:
-        above = [i for i, (_, r) in enumerate(rewards) if r > peak - DROP]
-        collapse = rewards[min(above[-1] + 1, len(rewards) - 1)][0]
-    end = rows[-1]["step"] if collapse is None else collapse
-    before = [r["k3"] for r in rows if end - LONG < r["step"] <= end]
-    found = dict(start=rewards[0][1], peak=peak, final=final, drop=peak - final, collapse=collapse, k3=mean(before))
-    return {**found, "k3_start": windows(rows, "k3", SHORT)[0][1], "k3_end": mean(r["k3"] for r in last)}
-
-
-def binomial(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the exact (Clopper-Pearson) interval of a share of ``k`` in ``n``, by bisection.
-
-    >>> [round(x, 3) for x in binomial(0, 5)], [round(x, 3) for x in binomial(3, 5)]
-    ([0.0, 0.522], [0.147, 0.947])
-    """
-    tail = (1 - level) / 2
-
-    def at_least(p: float, k: int) -> float:
-        return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
-
-    def solve(k: int, target: float) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if at_least(middle, k) < target else (low, middle)
-        return low
-
-    return (0.0 if k == 0 else solve(k, tail), 1.0 if k == n else solve(k + 1, 1 - tail))
-
-
-def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, float] | None:
-    """Return mean and 95 % t interval of a - b over common seeds, None of fewer than two."""
-    d = [a[s] - b[s] for s in sorted(a.keys() & b.keys())]
-    if len(d) < 2:
-        return None
-    half = T975[min(len(d) - 1, len(T975) - 1)] * stdev(d) / math.sqrt(len(d))
-    return mean(d), mean(d) - half, mean(d) + half
-
-
-def grouped(runs: list[dict]) -> dict[tuple[int, float], dict[str, dict[int, dict]]]:
-    """Return {(bits, lr): {arm: {seed: outcome}}} in the order of ``ORDER``."""
-    found = defaultdict(lambda: defaultdict(dict))
-    for run in sorted(runs, key=lambda r: (r["bits"], r["lr"], ORDER.index(r["arm"]), r["seed"])):
-        found[run["bits"], run["lr"]][run["arm"]][run["seed"]] = outcome(run)
-    return found
-
-
 COLUMNS = (
     "bits", "lr", "arm", "seeds", "start", "peak", "final (lowest to highest)", "drop", "final less `none`, 95 %",
-    "collapsed, 95 %", "steps to collapse", "k3, first 50 steps", "k3, 100 steps before collapse or end",
+    "collapsed, 95 %", "steps to collapse", "fell at some time, 95 %", "steps to the first fall", "k3, first 50 steps",
+    "k3, 100 steps before collapse or end",
 )  # fmt: skip
 
 
-def table(runs: list[dict]) -> str:
-    """Return the table of outcomes."""
+def table_rows(runs: list[dict]) -> list[list[str]]:
+    """Return the rows of the table of outcomes, in ``COLUMNS``."""
     lines = []
     for (bits, lr), arms in grouped(runs).items():
         finals = {arm: {s: o["final"] for s, o in seeds.items()} for arm, seeds in arms.items()}
         for arm, seeds in arms.items():
             of = list(seeds.values())
-            steps = sorted(o["collapse"] for o in of if o["collapse"] is not None)
-            low, high = binomial(len(steps), len(of))
             d = None if arm == "none" or "none" not in finals else paired(finals[arm], finals["none"])
             average = {n: mean(o[n] for o in of) for n in ("start", "peak", "final", "drop", "k3_start", "k3")}
             last = [o["final"] for o in of]
+            events = []
+            for name in ("collapse", "fall"):
+                steps = sorted(o[name] for o in of if o[name] is not None)
+                low, high = binomial(len(steps), len(of))
+                events += [f"{len(steps)} of {len(of)} [{low:.2f}, {high:.2f}]", ", ".join(map(str, steps))]
             lines.append(
                 [
                     str(bits + (arm == "bit")),
@@ -146,48 +87,92 @@ def table(runs: list[dict]) -> str:
                     f"{average['final']:.2f} ({min(last):.2f} to {max(last):.2f})",
                     f"{average['drop']:.2f}",
                     "" if d is None else f"{d[0]:+.2f} [{d[1]:+.2f}, {d[2]:+.2f}]",
-                    f"{len(steps)} of {len(of)} [{low:.2f}, {high:.2f}]",
-                    ", ".join(map(str, steps)),
+                    *events,
                     f"{average['k3_start']:.2g}",
                     f"{average['k3']:.2g}",
                 ]
             )
-    return report.markdown(COLUMNS, lines)
+    return lines
 
+
+def table(runs: list[dict]) -> str:
+    """Return the table of outcomes."""
+    return report.markdown(COLUMNS, table_rows(runs))
+
+
+def show(runs: list[dict], stored: list[dict]) -> None:
+    """Print the table of a grid and how many of its runs are those that the repository keeps, in every number."""
+    kept = {json.dumps(r["rows"]) for r in stored}
+    same = sum(json.dumps(r["rows"]) in kept for r in runs)
+    title = f"{len(runs)} runs; {same} of them repeat one that is kept in results/, in every number"
+    narrow = [i for i, name in enumerate(COLUMNS) if name not in ("start", "drop")]
+    rows = [[row[i] for i in narrow] for row in table_rows(runs)]
+    report.show(report.table(title, [COLUMNS[i] for i in narrow], rows))
+
+
+# ---- falls against bits
+
+
+def falls(runs: list[dict]) -> str:
+    """Return the table of first falls of arm ``none`` against bits, and below it the factor that a bit makes."""
+    cells = defaultdict(list)
+    for run in runs:
+        if run["arm"] == "none":
+            cells[run["bits"]].append(outcome(run))
+    counts = {
+        b: (sum(o["fall"] is not None for o in of), sum(o["fall"] or o["steps"] for o in of) / 1000)
+        for b, of in sorted(cells.items())
+    }
+    slope, rates = rate_model(counts)
+    lines = []
+    for b, (k, exposure) in counts.items():
+        low, high = garwood(k, exposure)
+        growth = mean(o["k3_end"] / o["k3_start"] for o in cells[b])
+        lines.append([
+            f"p{b}", str(len(cells[b])), f"{k} in {exposure:.1f}", f"{k / exposure:.2f} [{low:.2f}, {high:.2f}]",
+            "{:.2g} [{:.2g}, {:.2g}]".format(*rates[b]), f"{mean(o['k3_start'] for o in cells[b]):.2g}",
+            f"{mean(o['k3_end'] for o in cells[b]):.2g}", f"{growth:.1f}", f"{mean(o['final'] for o in cells[b]):.2f}",
+        ])  # fmt: skip
+    text = report.markdown(
+        ("bits", "seeds", "first falls in thousands of steps before them", "falls per 1,000 steps, 95 %",
+         "by the fit, 95 %", "k3, first 50 steps", "k3, last 100", "growth, mean of ratios", "final"), lines
+    )  # fmt: skip
+    factors = "{:.2f} [{:.2f}, {:.2f}]".format(*(math.exp(x) for x in slope))
+    return f"{text}\n\nOne bit more changes the rate of first falls by a factor of {factors}."
+
+
+# ---- pictures
 
 BANDS = ("none", "all")
+SHADES = {3: "#7f2704", 4: "#d95f02", 5: "#fd8d3c", 6: "#9ecae1", 7: "#4292c6", 8: "#08306b"}  # of bits
 
 
-def picture(runs: list[dict]) -> str:
-    """Return SVG: reward and k3 against the step, mean and range over seeds, of one (bits, lr)."""
+def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], title: str) -> str:
+    """Return SVG: reward and k3 against the step, mean over seeds, the range over seeds of those in ``bands``.
+
+    Args:
+        series: label: (colour, runs); a label is followed by the number of seeds in the legend.
+    """
     from verl_rounding_align.measure.pictures import _axes, _svg
 
     figure, panels = _axes(10, 4, columns=2)
     for panel, name in zip(panels, ("reward", "k3"), strict=True):
-        for arm in ORDER:
-            curves = [windows(r["rows"], name, SHORT) for r in runs if r["arm"] == arm]
-            if not curves or (name == "k3" and arm == "same"):  # exactly zero: not on a logarithmic axis
+        for label, (colour, runs) in series.items():
+            curves = [windows(r["rows"], name, SHORT) for r in runs]
+            if not curves or not any(v for c in curves for _, v in c):  # exactly zero: not on a logarithmic axis
                 continue
             steps = [s for s, _ in min(curves, key=len)]
             values = [[c[i][1] for c in curves] for i in range(len(steps))]
-            panel.plot(steps, [mean(v) for v in values], color=COLOURS[arm], label=f"{arm} ({len(curves)})")
-            if arm not in BANDS:  # seven bands on top of each other hide all of them
-                continue
-            panel.fill_between(
-                steps, [min(v) for v in values], [max(v) for v in values], color=COLOURS[arm], alpha=0.12
-            )
+            panel.plot(steps, [mean(v) for v in values], color=colour, label=f"{label} ({len(curves)})")
+            if label in bands:  # seven bands on top of each other hide all of them
+                panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12)
         panel.set_xlabel("step")
     panels[0].set_ylabel("reward: share of right digits")
     panels[1].set_ylabel("k3 per token, sampler against trainer")
     panels[1].set_yscale("log")
-    panels[1].set_ylim(bottom=2e-3)
-    panels[0].legend(frameon=False, fontsize=8)
-    bits, lr = runs[0]["bits"], runs[0]["lr"]
-    panels[0].set_title(
-        f"{bits} significant bits, lr {lr:g}: mean over seeds (number), range of {' and '.join(BANDS)}",
-        loc="left",
-        fontsize=10,
-    )
+    panels[1].set_ylim(bottom=1e-5)
+    panels[0].legend(frameon=False, fontsize=8, loc="lower right")
+    panels[0].set_title(title, loc="left", fontsize=10)
     return _svg(figure)
 
 
@@ -314,20 +299,49 @@ def real(found: dict) -> str:
     return report.markdown(columns, lines) + f"\n\nlr {found['lr']:g}, one seed; CPU, {made}."
 
 
+def pictures(runs: list[dict]) -> dict[str, str]:
+    """Return {name: SVG} of runs: every arm at the settings that most arms have, and arm ``none`` against bits."""
+    cells = grouped(runs)
+    bits, lr = max(cells, key=lambda cell: len(cells[cell]))
+    here = [r for r in runs if (r["bits"], r["lr"]) == (bits, lr)]
+    arms = {arm: (COLOURS[arm], [r for r in here if r["arm"] == arm]) for arm in ORDER}
+    none = [r for r in runs if r["arm"] == "none" and r["lr"] == lr]
+    widths = {f"p{b}": (colour, [r for r in none if r["bits"] == b]) for b, colour in SHADES.items()}
+    band = f"mean over seeds (number), range of {' and '.join(BANDS)}"
+    return {
+        "reward": picture(arms, BANDS, f"{bits} significant bits, lr {lr:g}: {band}"),
+        "widths": picture(widths, (), f"arm none, lr {lr:g}, by significant bits: mean over seeds (number)"),
+    }
+
+
+def stored() -> dict[str, list[dict]]:
+    """Return the runs that the repository keeps: {grid: runs}."""
+    return {path.stem: load(path) for path in sorted((HERE / "results").glob("*.jsonl"))}
+
+
 def files() -> dict[Path, str]:
     """Return what this script writes: path to text."""
-    runs = [r for name in ("default", "corrected") for r in load(HERE / f"results/{name}.jsonl")]
+    runs = stored()
     read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits", "real_engine")}
-    page = report.filled((HERE / "README.md").read_text(), "default", table(runs))
-    reason = report.filled((HERE / "WHY.md").read_text(), "differences", differences(read["why"]))
-    reason = report.filled(reason, "gradients", gradients(read["why"]))
-    return {
-        HERE / "README.md": report.filled(
-            report.filled(page, "bits", bits(read["bits"])), "real", real(read["real_engine"])
-        ),
-        HERE / "WHY.md": reason,
-        HERE / "reward.svg": picture(runs),
+    both = [r for name in ("default", "bits", "rates") for r in runs[name] if r["arm"] in BANDS]
+    at_lr, at_bits = runs["default"][0]["lr"], runs["default"][0]["bits"]
+    widths = [r for r in both if r["lr"] == at_lr]
+    tables = {
+        "default": table(runs["default"] + runs["arms"]),
+        "widths": table(widths),
+        "falls": falls(widths),
+        "rates": table([r for r in both if r["bits"] == at_bits]),
+        "coarse": table(runs["coarse_gradients"]),
+        "bits": bits(read["bits"]),
+        "real": real(read["real_engine"]),
     }
+    page, reason = (HERE / "README.md").read_text(), (HERE / "WHY.md").read_text()
+    for name, text in tables.items():
+        page = report.filled(page, name, text)
+    for name, text in {"differences": differences(read["why"]), "gradients": gradients(read["why"])}.items():
+        reason = report.filled(reason, name, text)
+    drawn = pictures([r for name in ("default", "arms", "bits") for r in runs[name]])
+    return {HERE / "README.md": page, HERE / "WHY.md": reason} | {HERE / f"{n}.svg": svg for n, svg in drawn.items()}
 
 
 if __name__ == "__main__":

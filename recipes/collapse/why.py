@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -38,11 +40,11 @@ CASES = {**{g: [h for h in GROUPS if h != g] for g in GROUPS}, "all four": "none
 BATCHES, PER_BATCH = 48, 8  # of prompts; GROUP answers each
 
 
-def checkpoints(seed: int, bits: int, lr: float, arm: str, steps: list[int]):
-    """Yield (steps, policy): after pre-training and so many steps of an arm, weights stored in the format."""
-    policy, done = e.pretrained(seed, 60), 0
-    fresh, pair = copy.deepcopy(policy), e.Pair(policy, e.ARMS[arm], bits, lr)
-    g = torch.Generator().manual_seed(1000 + seed)
+def checkpoints(settings: e.Settings, steps: list[int]):
+    """Yield (steps, policy): after pre-training and so many steps of a run, weights stored in its format."""
+    policy, done = e.pretrained(settings.seed, settings.pretrain), 0
+    fresh, pair = copy.deepcopy(policy), e.Pair(policy, settings)
+    g = torch.Generator().manual_seed(1000 + settings.seed)
     for wanted in sorted(steps):
         for _ in range(wanted - done):
             e.update(pair, g)
@@ -51,10 +53,10 @@ def checkpoints(seed: int, bits: int, lr: float, arm: str, steps: list[int]):
         yield wanted, copy.deepcopy(fresh)
 
 
-def rounded(policy, regions, bits: int):
+def rounded(policy, regions, format):
     """Return a copy of a policy that rounds as Hugging Face but in ``regions``, where it rounds as the engine."""
     policy = copy.deepcopy(policy)
-    align(policy, regions, engine=e.ENGINE, format=f"p{bits}")
+    align(policy, regions, engine=e.ENGINE, format=format)
     return policy
 
 
@@ -89,11 +91,11 @@ def off_diagonal(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.sum(0) @ b.sum(0) - (a * b).sum()) / (n * (n - 1)))
 
 
-def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
+def measure(policy, regions, format, seed: int) -> dict[str, float]:
     """Return the figures of one region: sizes and correlations of d, bias and variance of the gradient's error."""
     sampler, trainer, g = (
-        rounded(policy, "all", bits),
-        rounded(policy, regions, bits),
+        rounded(policy, "all", format),
+        rounded(policy, regions, format),
         torch.Generator().manual_seed(seed),
     )
     kept, differences, own, advantage, tokens = defaultdict(list), [], [], [], []
@@ -159,27 +161,40 @@ def measure(policy, regions, bits: int, seed: int) -> dict[str, float]:
     }
 
 
+def of_seed(settings: e.Settings, steps: list[int]) -> list[dict]:
+    """Return a seed's rows: one per checkpoint and case."""
+    torch.set_num_threads(1)
+    rows, format = [], settings.format
+    for done, policy in checkpoints(settings, steps):
+        ids = e.sample(
+            rounded(policy, "all", format), e.prompts(32, torch.Generator().manual_seed(7)), 4, False,
+            torch.Generator().manual_seed(8),
+        )[0]  # fmt: skip
+        landing = scores(rounded(policy, "none", format), settings.bits, ids)
+        for case, regions in CASES.items():
+            row = dict(steps=done, seed=settings.seed, region=case, landing=landing.get(case))
+            rows.append({**row, **measure(policy, regions, format, settings.seed)})
+            print({k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+    return rows
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arm", default="none")
-    parser.add_argument("--steps", type=int, nargs="+", default=[0, 300, 600])
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 300, 900])
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=HERE / "results/why.json")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for seed in range(options.seeds):
-        for steps, policy in checkpoints(seed, options.bits, options.lr, options.arm, options.steps):
-            g = torch.Generator().manual_seed(7)
-            ids = e.sample(rounded(policy, "all", options.bits), e.prompts(32, g), 4, False, g)[0]
-            landing = scores(rounded(policy, "none", options.bits), options.bits, ids)
-            for case, regions in CASES.items():
-                row = dict(steps=steps, seed=seed, region=case, landing=landing.get(case))
-                rows.append({**row, **measure(policy, regions, options.bits, seed)})
-                print({k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+    runs = [e.Settings(options.arm, options.bits, options.lr, s, max(options.steps)) for s in range(options.seeds)]
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        found = pool.starmap(of_seed, [(run, options.steps) for run in runs], chunksize=1)
+    rows = [
+        {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+        for step in options.steps for of in found for row in of if row["steps"] == step
+    ]  # fmt: skip
     keep = {k: v for k, v in vars(options).items() if k in ("bits", "lr", "arm")}
-    path = HERE / "results/why.json"
-    digits = [{k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    report.write_json(path, {**keep, "batches": BATCHES, "sequences": PER_BATCH * e.GROUP, "rows": digits})
-    print(json.dumps(dict(rows=len(rows), path=str(path))))
+    report.write_json(options.out, {**keep, "batches": BATCHES, "sequences": PER_BATCH * e.GROUP, "rows": rows})
+    print(json.dumps(dict(rows=len(rows), path=str(options.out))))

@@ -69,6 +69,9 @@ def shares(results: Path = RESULTS) -> list[str]:
     for kind in kinds:
         cells = [payload["shares"][arm] for payload in found for arm in ("none", "all")]
         rows.append([kind, *(f"{sum(x.values()) if kind == 'sum' else x[kind]:.1f}" for x in cells)])
+    if found and all("floor" in payload for payload in found):
+        floors = [cell for payload in found for cell in ("", f"{payload['floor']['all']:.1f}")]
+        rows.append(["compiled regions' least traffic, at the speed of memory", *floors])
     return report.markdown(columns, rows or [[MISSING]]).splitlines()
 
 
@@ -97,8 +100,11 @@ def alternatives(shape: str, results: Path = RESULTS) -> list[str]:
         label = r["arm"] if r["plan"] == "none" else f"aligned: {r['arm']}"
         rows.append([label, left.get(r["arm"], MISSING), first, graphs, _time(phases["forward_backward"])])
     seen = {r["arm"] for r in payload["rows"]} | {"none", "paper"} if payload else set()
-    engine = " (on the engine's side)"
-    rows += [[arm + engine * (arm in gap["unpaired"]), left[arm], *[MISSING] * 3] for arm in left if arm not in seen]
+    rows += [[arm, left[arm], *[MISSING] * 3] for arm in left if arm not in seen and arm not in gap["unpaired"]]
+    cost = load("engine_cost", results)
+    for arm in gap["unpaired"]:  # on the engine's side: not a trainer's cost
+        sampling = MISSING if cost is None else _time(cost)
+        rows.append([arm, left.get(arm, MISSING), "", "", f"of sampling: {sampling}"])
     return report.markdown(columns, rows or [[MISSING] * 5]).splitlines()
 
 

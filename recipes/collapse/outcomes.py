@@ -1,0 +1,144 @@
+"""What a run came to, as README.md defines it, and how sure shares, differences and rates over runs are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from itertools import accumulate
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+
+ORDER = ("none", "rope", "paper", "all", "same", "tis", "bit")
+DROP, SHORT, LONG = 0.10, 50, 100  # of reward; steps of a window and of the final mean
+# two-sided 95 % quantiles of Student's t by degrees of freedom
+T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def load(path: Path) -> list[dict]:
+    """Return the runs of a grid's file, none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def windows(rows: list[dict], name: str, size: int) -> list[tuple[int, float]]:
+    """Return (last step, mean) of consecutive windows of ``size`` steps."""
+    per = size // (rows[0]["step"] or 1)
+    chunks = [rows[i : i + per] for i in range(0, len(rows) - per + 1, per)] if per else [[r] for r in rows]
+    return [(chunk[-1]["step"], mean(r[name] for r in chunk)) for chunk in chunks or [rows]]
+
+
+def outcome(run: dict) -> dict:
+    """Return what README.md defines: start, peak, final, drop, the steps of first fall and collapse or None, mismatches.
+
+    >>> rows = [dict(step=25 * i, reward=r, k3=0.1) for i, r in enumerate([0.5, 0.5, 0.8, 0.8, 0.6, 0.6, 0.6, 0.6], 1)]
+    >>> found = outcome({"rows": rows})
+    >>> found["peak"], round(found["drop"], 2), found["fall"], found["collapse"]
+    (0.8, 0.2, 150, 150)
+    """
+    rows = run["rows"]
+    rewards = windows(rows, "reward", SHORT)
+    peak = max(r for _, r in rewards)
+    last = [r for r in rows if r["step"] > rows[-1]["step"] - LONG]
+    final, collapse = mean(r["reward"] for r in last), None
+    if final <= peak - DROP:
+        above = [i for i, (_, r) in enumerate(rewards) if r > peak - DROP]
+        collapse = rewards[min(above[-1] + 1, len(rewards) - 1)][0]
+    highest, fall = accumulate((r for _, r in rewards), max), None
+    for (step, reward), best in zip(rewards, highest, strict=True):
+        if fall is None and reward <= best - DROP:
+            fall = step
+    end = rows[-1]["step"] if collapse is None else collapse
+    before = [r["k3"] for r in rows if end - LONG < r["step"] <= end]
+    found = dict(start=rewards[0][1], peak=peak, final=final, drop=peak - final, fall=fall, collapse=collapse)
+    mismatch = dict(k3=mean(before), k3_start=windows(rows, "k3", SHORT)[0][1], k3_end=mean(r["k3"] for r in last))
+    return {**found, **mismatch, "steps": rows[-1]["step"]}
+
+
+def binomial(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the exact (Clopper-Pearson) interval of a share of ``k`` in ``n``, by bisection.
+
+    >>> [round(x, 3) for x in binomial(0, 5)], [round(x, 3) for x in binomial(3, 5)]
+    ([0.0, 0.522], [0.147, 0.947])
+    """
+    tail = (1 - level) / 2
+
+    def at_least(p: float, k: int) -> float:
+        return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
+
+    def solve(k: int, target: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_least(middle, k) < target else (low, middle)
+        return low
+
+    return (0.0 if k == 0 else solve(k, tail), 1.0 if k == n else solve(k + 1, 1 - tail))
+
+
+def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, float] | None:
+    """Return mean and 95 % t interval of a - b over common seeds, None of fewer than two."""
+    d = [a[s] - b[s] for s in sorted(a.keys() & b.keys())]
+    if len(d) < 2:
+        return None
+    half = T975[min(len(d) - 1, len(T975) - 1)] * stdev(d) / math.sqrt(len(d))
+    return mean(d), mean(d) - half, mean(d) + half
+
+
+def grouped(runs: list[dict]) -> dict[tuple[int, float], dict[str, dict[int, dict]]]:
+    """Return {(bits, lr): {arm: {seed: outcome}}} in the order of ``ORDER``."""
+    found = defaultdict(lambda: defaultdict(dict))
+    for run in sorted(runs, key=lambda r: (r["bits"], r["lr"], ORDER.index(r["arm"]), r["seed"])):
+        found[run["bits"], run["lr"]][run["arm"]][run["seed"]] = outcome(run)
+    return found
+
+
+def garwood(k: int, exposure: float, level: float = 0.95) -> tuple[float, float]:
+    """Return the exact interval of a Poisson rate after ``k`` events in ``exposure``, by bisection.
+
+    >>> [round(x, 2) for x in garwood(0, 1)], [round(x, 2) for x in garwood(4, 2)]
+    ([0.0, 3.69], [0.54, 5.12])
+    """
+    tail = (1 - level) / 2
+
+    def at_most(mean: float, k: int) -> float:
+        return math.exp(-mean) * sum(mean**i / math.factorial(i) for i in range(k + 1))
+
+    def solve(k: int, target: float) -> float:
+        low, high = 0.0, 10.0 * (k + 5)
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_most(middle, k) > target else (low, middle)
+        return low
+
+    return (0.0 if k == 0 else solve(k - 1, 1 - tail)) / exposure, solve(k, tail) / exposure
+
+
+def rate_model(counts: dict[int, tuple[int, float]], at=range(3, 9)) -> tuple[tuple, dict[int, tuple]]:
+    """Return (fit, low, high) of the slope b, and of the rate exp(a + b x) at each x of ``at``.
+
+    Events are Poisson with mean exposure * exp(a + b x). Intervals are the likelihood's, for one figure at a time: what
+    any (a, b) gives whose log-likelihood is within 3.84 / 2 of the highest, on a grid of steps of 0.02.
+
+    Args:
+        counts: {x: (events, exposure)}.
+
+    >>> slope, rates = rate_model({3: (80, 1.0), 4: (40, 1.0), 5: (20, 1.0)})
+    >>> [round(v, 2) for v in slope], [round(v, 1) for v in rates[8]]  # log of a half, s.e. 0.12; 80 / 2^5
+    ([-0.7, -0.92, -0.48], [2.4, 0.9, 6.6])
+    """
+    slopes = np.arange(-200, 101)[:, None] / 50  # -4 to 2
+    logs = np.arange(-800, 301)[None] / 50  # log rate at x0, -16 to 6
+
+    def likelihood(x0: int) -> np.ndarray:
+        rows = ((k, t, logs + slopes * (x - x0)) for x, (k, t) in counts.items())
+        return sum(k * y - t * np.exp(np.minimum(y, 50)) for k, t, y in rows)
+
+    def interval(profile: np.ndarray, axis: np.ndarray) -> tuple[float, float, float]:
+        near = axis[profile > profile.max() - 1.92]
+        return float(axis[profile.argmax()]), float(near.min()), float(near.max())
+
+    rates = {x: interval(likelihood(x).max(0), logs[0]) for x in at}
+    slope = interval(likelihood(min(counts)).max(1), slopes[:, 0])
+    return slope, {x: tuple(math.exp(y) for y in found) for x, found in rates.items()}
