@@ -172,6 +172,16 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, name):
     assert str(error.value) == f"{file}, line 3: {message}"
 
 
+@pytest.mark.parametrize("field,value", [("trainer_log_probs", [-1.0, 10**400]), ("step", 10**400)])
+def test_an_integer_beyond_any_float_is_named(tmp_path, field, value):
+    """JSON has integers of any size, numpy has not."""
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps(row(**{field: value})))
+    where = {"trainer_log_probs": r"trainer_log_probs\[1\]", "step": "step"}[field]
+    with pytest.raises(ValueError, match=rf"line 1: {where}=10+\.\.\.: expected a (number, or null|whole number)"):
+        pairs.load(file)
+
+
 @pytest.mark.parametrize("name", [name for name, (value, _) in BAD.items() if isinstance(value, dict)])
 def test_a_row_of_parquet_that_cannot_be_read_is_named(tmp_path, name):
     value, message = BAD[name]

@@ -23,19 +23,19 @@ from experiment import ARMS, Settings, run  # noqa: E402
 from outcomes import load  # noqa: E402
 
 
-def settings(arms, bits=(4,), lrs=(2e-3,), seeds: int = 5, steps: int = 2000, **other) -> list[Settings]:
+def settings(arms, bits=(3,), lrs=(2e-3,), seeds: int = 5, steps: int = 2000, **other) -> list[Settings]:
     """Return the product, seeds outermost: what an interrupted grid has is whole seeds."""
     return [Settings(a, b, lr, s, steps, **other) for s, b, lr, a in product(range(seeds), bits, lrs, arms)]
 
 
 GRIDS = {
     "smoke": settings(["none", "all", "same", "tis"], seeds=1, steps=2, pretrain=2),
-    "fast": settings(["none", "all"], bits=[3], seeds=2, steps=250),
+    "fast": settings(["none", "all"], seeds=2, steps=250),
     "default": settings(["none", "all", "same"]),
-    "arms": settings(["rope", "paper", "tis", "bit"]),
-    "bits": [*settings(["none"], bits=[3, 5, 6, 7, 8]), *settings(["all"], bits=[3])],
-    "rates": settings(["none", "all"], lrs=[1e-3, 3e-3]),
-    "coarse_gradients": settings(list(ARMS), bits=[3], steps=1200, prompts=8, gradients=0),
+    "arms": settings(["rope", "paper", "tis"]),
+    "widths": [*settings(["none", "all", "same"], bits=[4]), *settings(["none"], bits=[5, 6, 7, 8])],
+    "rates": settings(["none", "all"], lrs=[1e-3, 3e-3], steps=1200),
+    "coarse_gradients": settings(list(ARMS), steps=1200, prompts=8, gradients=0),
     "full": settings(list(ARMS), bits=[3, 4, 5, 6, 7, 8], lrs=[1e-3, 2e-3, 3e-3], seeds=10, steps=8000),
 }
 

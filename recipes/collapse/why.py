@@ -180,7 +180,7 @@ def of_seed(settings: e.Settings, steps: list[int]) -> list[dict]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arm", default="none")

@@ -254,8 +254,11 @@ def _checked(values, kind: Kind, where: str) -> np.ndarray:
     if not isinstance(values, list | np.ndarray):
         raise ValueError(f"{where}={_said(values)}: expected a list, of each token {kind.legal}")
     if isinstance(values, np.ndarray) or set(map(type, values)) <= kind.types:
-        array = np.asarray(values, dtype=np.float64)
-        wrong = np.flatnonzero(~kind.holds(array))
+        try:
+            array = np.asarray(values, dtype=np.float64)
+            wrong = np.flatnonzero(~kind.holds(array))
+        except OverflowError:  # JSON has integers of any size
+            wrong = [i for i, value in enumerate(values) if isinstance(value, int) and abs(value) >= 2**1023]
     else:
         wrong = [i for i, value in enumerate(values) if type(value) not in kind.types]
     if len(wrong):
@@ -295,7 +298,7 @@ def _sequence(row: object, where: str) -> dict | None:
     for name, kind in PER_ROW.items():
         value = row.get(name)
         if value is not None:
-            if type(value) not in kind.types or not kind.holds(np.float64(value)):
+            if type(value) not in kind.types or abs(value) >= 2**1023 or not kind.holds(np.float64(value)):
                 raise ValueError(f"{where}: {name}={_said(value)}: expected {kind.legal}")
             found[name] = int(value)
     _near(found, where)
