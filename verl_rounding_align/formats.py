@@ -72,7 +72,7 @@ class Format:
             return x.detach().to(self.cast).float()
         drop = FP32 - self.bits
         if drop == 0:
-            return x
+            return x.detach()
         i = x.detach().contiguous().view(torch.int32)
         r = (i >> drop).bitwise_and_(1).add_((1 << (drop - 1)) - 1).add_(i).bitwise_and_(-(1 << drop))
         r = r.view(torch.float32)

@@ -1,4 +1,4 @@
-"""Mismatch against significant bits at fixed weights: results/bits.json.
+"""Mismatch against significant bits at fixed weights: `python bits.py [FILE]` writes outputs/collapse/bits.json, or FILE.
 
 The weights after pre-training, stored in each format; sampler and trainer as in the recipe (cache, other kernel), and with
 the trainer's attention kernel in the sampler, where reduction order alone is left of the aligned gap.
@@ -44,4 +44,6 @@ if __name__ == "__main__":
                     value = float(f"{k3(start, arm, bits, seed):.4g}")
                     rows.append(dict(bits=bits, kernel=kernel, arm=arm, seed=seed, k3=value))
                 print(rows[-1], flush=True)
-    report.write_json(HERE / "results/bits.json", {"sequences": PROMPTS * e.GROUP, "rows": rows})
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parents[1] / "outputs/collapse/bits.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report.write_json(out, {"sequences": PROMPTS * e.GROUP, "rows": rows})

@@ -177,8 +177,8 @@ class Pair:
     def __init__(self, start: Qwen3ForCausalLM, settings: Settings):
         self.settings, self.format, self.arm = settings, settings.format, ARMS[settings.arm]
         arm = self.arm
-        self.trainer = start
-        self.masters = [p.detach().clone() for p in start.parameters()]
+        self.trainer, self.weights = start, list(start.parameters())
+        self.masters = [p.detach().clone() for p in self.weights]
         formats.store_parameters(start, self.format)
         self.sampler = copy.deepcopy(start).requires_grad_(False)
         if not arm.same:
@@ -192,21 +192,22 @@ class Pair:
 
     def step(self, loss: torch.Tensor) -> float:
         """Take an optimizer step on the masters and store the new weights; return the gradient's norm."""
-        self.trainer.zero_grad()
+        for p in self.weights:
+            p.grad = None
         loss.backward()
-        for master, p in zip(self.masters, self.trainer.parameters(), strict=True):
+        for master, p in zip(self.masters, self.weights, strict=True):
             master.grad = p.grad
         norm = torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
         self.optimizer.step()
         with torch.no_grad():
-            for master, p in zip(self.masters, self.trainer.parameters(), strict=True):
+            for master, p in zip(self.masters, self.weights, strict=True):
                 p.copy_(self.format.round(master))
         return norm.item()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the sampler the trainer's weights."""
-        for mine, its in zip(self.trainer.parameters(), self.sampler.parameters(), strict=True):
+        for mine, its in zip(self.weights, self.sampler.parameters(), strict=True):
             its.copy_(mine)
 
 
@@ -264,32 +265,35 @@ def update(pair: Pair, g: torch.Generator) -> tuple:
         chosen = None if weights is None else weights[batch]
         norms.append(pair.step(policy_loss(new, old[batch], advantages[batch], chosen)))
     pair.publish()
-    k3 = (log_r.exp() - log_r - 1).mean()
-    return reward.mean(), -log_r.mean(), k3, (log_r != 0).float().mean(), sum(norms) / MINIBATCHES
+    exact = log_r.double()  # expm1 and fp64: in fp32 a k3 below 1e-7 is rounding noise
+    k3 = (exact.expm1() - exact).mean()
+    return reward.mean(), -exact.mean(), k3, (log_r != 0).float().mean(), sum(norms) / MINIBATCHES
 
 
 def run(settings: Settings, show: Callable[[str], None] = lambda text: None) -> dict:
     """Train; return the settings and, per window of ``WINDOW`` steps, means of reward and mismatch.
 
     ``k1``: sampler minus trainer log-prob; ``k3``: r - log r - 1 with log r = trainer - sampler; ``differ``: share of
-    tokens whose two log-probs differ at all.
+    tokens whose two log-probs differ at all. A run with a number that is not finite ends before that step: it has diverged.
     """
     began, start = time.time(), pretrained(settings.seed, settings.pretrain)
     pair = Pair(start, settings)
     g = torch.Generator().manual_seed(1000 + settings.seed)
     rows, window = [], []
-    for step in range(settings.steps):
-        measured = update(pair, g)
-        window.append([float(x) for x in measured])
-        if len(window) == WINDOW or step + 1 == settings.steps:
-            means = [sum(column) / len(window) for column in zip(*window, strict=True)]
-            names = ("reward", "k1", "k3", "differ", "norm")
-            rows.append({"step": step + 1, **{n: float(f"{x:.4g}") for n, x in zip(names, means, strict=True)}})
+    for step in range(1, settings.steps + 1):
+        measured = [float(x) for x in update(pair, g)]
+        diverged = not all(map(math.isfinite, measured))
+        if not diverged:
+            window.append(measured)
+        if window and (diverged or len(window) == WINDOW or step == settings.steps):
+            names, columns = ("reward", "k1", "k3", "differ", "norm"), zip(*window, strict=True)
+            means = {n: float(f"{sum(c) / len(window):.4g}") for n, c in zip(names, columns, strict=True)}
+            rows.append({"step": step - diverged, **means})
             window = []
-            if not all(map(math.isfinite, means)):
-                break
             if len(rows) % 8 == 0:
                 show(f"  {settings.arm} p{settings.bits} lr {settings.lr:g} seed {settings.seed}: {rows[-1]}")
+        if diverged:
+            break
     return {**asdict(settings), "seconds": round(time.time() - began, 1), "rows": rows}
 
 

@@ -23,20 +23,21 @@ from experiment import ARMS, Settings, run  # noqa: E402
 from outcomes import load  # noqa: E402
 
 
-def settings(arms, bits=(3,), lrs=(2e-3,), seeds: int = 5, steps: int = 2000, **other) -> list[Settings]:
+def settings(arms, bits=(3,), lrs=(2e-3,), seeds=range(5), steps: int = 2000, **other) -> list[Settings]:
     """Return the product, seeds outermost: what an interrupted grid has is whole seeds."""
-    return [Settings(a, b, lr, s, steps, **other) for s, b, lr, a in product(range(seeds), bits, lrs, arms)]
+    return [Settings(a, b, lr, s, steps, **other) for s, b, lr, a in product(seeds, bits, lrs, arms)]
 
 
 GRIDS = {
-    "smoke": settings(["none", "all", "same", "tis"], seeds=1, steps=2, pretrain=2),
-    "fast": settings(["none", "all"], seeds=2, steps=250),
-    "default": settings(["none", "all", "same"]),
-    "arms": settings(["rope", "paper", "tis"]),
+    "smoke": settings(list(ARMS), seeds=[0], steps=2, pretrain=2),
+    "fast": settings(["none", "all"], seeds=[0, 1], steps=250),
+    "default": settings(["none", "all"]),
+    "arms": [*settings(["rope", "paper", "tis"]), *settings(["same"])],
+    "seeds": settings(["none", "all"], seeds=range(5, 10)),
     "widths": [*settings(["none", "all", "same"], bits=[4]), *settings(["none"], bits=[5, 6, 7, 8])],
     "rates": settings(["none", "all"], lrs=[1e-3, 3e-3], steps=1200),
     "coarse_gradients": settings(list(ARMS), steps=1200, prompts=8, gradients=0),
-    "full": settings(list(ARMS), bits=[3, 4, 5, 6, 7, 8], lrs=[1e-3, 2e-3, 3e-3], seeds=10, steps=8000),
+    "full": settings(list(ARMS), bits=[3, 4, 5, 6, 7, 8], lrs=[1e-3, 2e-3, 3e-3], seeds=range(10), steps=8000),
 }
 
 
@@ -44,6 +45,12 @@ def name(row: dict | Settings) -> tuple:
     """Return what identifies a run."""
     values = row if isinstance(row, dict) else vars(row)
     return tuple(values[field] for field in Settings.__dataclass_fields__)
+
+
+def mend(path: Path) -> None:
+    """Cut off what an interrupted write left behind a file's last whole line."""
+    if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
 def _one(chosen: Settings) -> dict:
@@ -59,6 +66,7 @@ def execute(grid: list[Settings], path: Path, workers: int) -> list[dict]:
 
     versions = {n: report.versions().get(n) for n in ("torch", "transformers", "verl-rounding-align")}
     path.parent.mkdir(parents=True, exist_ok=True)
+    mend(path)
     done = {name(row) for row in load(path)}
     missing = [s for s in grid if name(s) not in done]
     print(f"{path.name}: {len(grid) - len(missing)} of {len(grid)} runs are there, {workers} at a time", flush=True)
@@ -89,3 +97,4 @@ if __name__ == "__main__":
     table.show(rows, [run for runs in table.stored().values() for run in runs])
     for name, svg in table.pictures(rows).items():
         out.with_suffix(f".{name}.svg").write_text(svg)
+    print(f"kept in {out}, pictures beside it")

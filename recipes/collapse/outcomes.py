@@ -32,6 +32,8 @@ def windows(rows: list[dict], name: str, size: int) -> list[tuple[int, float]]:
 def outcome(run: dict) -> dict:
     """Return what README.md defines: start, peak, final, drop, the steps of first fall and collapse or None, mismatches.
 
+    A run that ended before its ``steps`` has diverged, which is a fall and a collapse at its last step.
+
     >>> rows = [dict(step=25 * i, reward=r, k3=0.1) for i, r in enumerate([0.5, 0.5, 0.8, 0.8, 0.6, 0.6, 0.6, 0.6], 1)]
     >>> found = outcome({"rows": rows})
     >>> found["peak"], round(found["drop"], 2), found["fall"], found["collapse"]
@@ -44,12 +46,14 @@ def outcome(run: dict) -> dict:
     final, collapse = mean(r["reward"] for r in last), None
     if final <= peak - DROP:
         above = [i for i, (_, r) in enumerate(rewards) if r > peak - DROP]
-        collapse = rewards[min(above[-1] + 1, len(rewards) - 1)][0]
+        collapse = rewards[above[-1] + 1][0] if above[-1] + 1 < len(rewards) else rows[-1]["step"]
     highest, fall = accumulate((r for _, r in rewards), max), None
     for (step, reward), best in zip(rewards, highest, strict=True):
         if fall is None and reward <= best - DROP:
             fall = step
-    end = rows[-1]["step"] if collapse is None else collapse
+    if rows[-1]["step"] < run.get("steps", 0):
+        collapse, fall = collapse or rows[-1]["step"], fall or rows[-1]["step"]
+    end = rows[-1]["step"] if collapse is None else max(LONG, collapse - SHORT)
     before = [r["k3"] for r in rows if end - LONG < r["step"] <= end]
     found = dict(start=rewards[0][1], peak=peak, final=final, drop=peak - final, fall=fall, collapse=collapse)
     mismatch = dict(k3=mean(before), k3_start=windows(rows, "k3", SHORT)[0][1], k3_end=mean(r["k3"] for r in last))
@@ -90,8 +94,18 @@ def grouped(runs: list[dict]) -> dict[tuple[int, float], dict[str, dict[int, dic
     """Return {(bits, lr): {arm: {seed: outcome}}} in the order of ``ORDER``."""
     found = defaultdict(lambda: defaultdict(dict))
     for run in sorted(runs, key=lambda r: (r["bits"], r["lr"], ORDER.index(r["arm"]), r["seed"])):
-        found[run["bits"], run["lr"]][run["arm"]][run["seed"]] = outcome(run)
+        seeds = found[run["bits"], run["lr"]][run["arm"]]
+        if run["seed"] in seeds:
+            raise ValueError(
+                f"two runs of {run['arm']}, {run['bits']} bits, lr {run['lr']}, seed {run['seed']} in one table"
+            )
+        seeds[run["seed"]] = outcome(run)
     return found
+
+
+def until(runs: list[dict], steps: int) -> list[dict]:
+    """Return the runs as they were after so many steps."""
+    return [{**r, "steps": min(r["steps"], steps), "rows": [x for x in r["rows"] if x["step"] <= steps]} for r in runs]
 
 
 def garwood(k: int, exposure: float, level: float = 0.95) -> tuple[float, float]:
@@ -120,6 +134,7 @@ def rate_model(counts: dict[int, tuple[int, float]], at=range(3, 9)) -> tuple[tu
 
     Events are Poisson with mean exposure * exp(a + b x). Intervals are the likelihood's, for one figure at a time: what
     any (a, b) gives whose log-likelihood is within 3.84 / 2 of the highest, on a grid of steps of 0.02.
+    What would lie at the grid's edge or beyond is None: the counts do not determine it.
 
     Args:
         counts: {x: (events, exposure)}.
@@ -127,9 +142,13 @@ def rate_model(counts: dict[int, tuple[int, float]], at=range(3, 9)) -> tuple[tu
     >>> slope, rates = rate_model({3: (80, 1.0), 4: (40, 1.0), 5: (20, 1.0)})
     >>> [round(v, 2) for v in slope], [round(v, 1) for v in rates[8]]  # log of a half, s.e. 0.12; 80 / 2^5
     ([-0.7, -0.92, -0.48], [2.4, 0.9, 6.6])
+    >>> rate_model({3: (4, 1.0)}, at=(3, 8))[0]  # one x says nothing of a slope
+    (None, None, None)
     """
-    slopes = np.arange(-200, 101)[:, None] / 50  # -4 to 2
-    logs = np.arange(-800, 301)[None] / 50  # log rate at x0, -16 to 6
+    if len(counts) < 2:
+        return (None,) * 3, dict.fromkeys(at, (None,) * 3)
+    slopes = np.arange(-400, 151)[:, None] / 50  # -8 to 3
+    logs = np.arange(-1000, 301)[None] / 50  # log rate at x0, -20 to 6
 
     def likelihood(x0: int) -> np.ndarray:
         rows = ((k, t, logs + slopes * (x - x0)) for x, (k, t) in counts.items())
@@ -137,8 +156,9 @@ def rate_model(counts: dict[int, tuple[int, float]], at=range(3, 9)) -> tuple[tu
 
     def interval(profile: np.ndarray, axis: np.ndarray) -> tuple[float, float, float]:
         near = axis[profile > profile.max() - 1.92]
-        return float(axis[profile.argmax()]), float(near.min()), float(near.max())
+        found = axis[profile.argmax()], near.min(), near.max()
+        return tuple(None if x in (axis[0], axis[-1]) else float(x) for x in found)
 
     rates = {x: interval(likelihood(x).max(0), logs[0]) for x in at}
     slope = interval(likelihood(min(counts)).max(1), slopes[:, 0])
-    return slope, {x: tuple(math.exp(y) for y in found) for x, found in rates.items()}
+    return slope, {x: tuple(None if y is None else math.exp(y) for y in found) for x, found in rates.items()}

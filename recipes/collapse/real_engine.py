@@ -1,7 +1,7 @@
-"""The same task with nothing emulated: verl, Ray, FSDP2 and compiled vLLM on a CPU in BF16, `none` against `all`.
+"""The same task with nothing emulated, 8 prompts a batch: verl, Ray, FSDP2 and compiled vLLM on a CPU in BF16, `none` against `all`.
 
 `python real_engine.py [--minutes 60] [--seed 0]` runs one arm after the other for so long in all, and writes
-results/real_engine.json. The model is the recipe's but for heads of 32, the least that vLLM has on a CPU; it starts from the same supervised steps.
+outputs/collapse/real_engine.json (results/ holds the run that the page is made from). The model is the recipe's but for heads of 32, the least that vLLM has on a CPU; it starts from the same supervised steps.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=HERE / "results/real_engine.json")
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "outputs/collapse/real_engine.json")
     parser.add_argument("--work", type=Path, default=HERE.parents[1] / "outputs/real_engine")
     options = parser.parse_args()
     make_assets(options.work / "assets", options.seed)
@@ -125,6 +125,7 @@ def main() -> None:
     record = dict(
         lr=LR, seed=options.seed, pretrain=PRETRAIN, steps=steps, minutes=options.minutes, versions=quickstart.versions(), arms=arms
     )  # fmt: skip
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

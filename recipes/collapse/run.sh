@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, then a grid of grid.py (default, fast, arms, bits, rates, coarse_gradients, full) on all cores, resumable, with its
+# Set-up, then a grid of grid.py (default, fast, arms, seeds, widths, rates, coarse_gradients, full) on all cores, resumable, with its
 # table and picture under outputs/collapse/. `real`: the same task with verl and vLLM in BF16, for an hour.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -12,7 +12,7 @@ from statistics import mean, stdev
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from outcomes import ORDER, SHORT, T975, binomial, garwood, grouped, load, outcome, paired, rate_model, windows  # noqa: E402
+from outcomes import ORDER, SHORT, T975, binomial, garwood, grouped, load, outcome, paired, rate_model, until, windows  # noqa: E402
 
 from verl_rounding_align import report  # noqa: E402
 
@@ -55,9 +55,9 @@ SCHEMA = {
 
 
 COLUMNS = (
-    "bits", "lr", "arm", "seeds", "start", "peak", "final (lowest to highest)", "drop", "final less `none`, 95 %",
+    "bits", "lr", "arm", "seeds", "steps", "start", "peak", "final (lowest to highest)", "drop", "final less `none`, 95 %",
     "collapsed, 95 %", "steps to collapse", "fell at some time, 95 %", "steps to the first fall", "k3, first 50 steps",
-    "k3, 100 steps before collapse or end",
+    "k3, 100 steps before the collapse, or last",
 )  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def table_rows(runs: list[dict]) -> list[list[str]]:
                     f"{lr:g}",
                     arm,
                     str(len(of)),
+                    str(max(o["steps"] for o in of)),
                     f"{average['start']:.2f}",
                     f"{average['peak']:.2f}",
                     f"{average['final']:.2f} ({min(last):.2f} to {max(last):.2f})",
@@ -101,11 +102,15 @@ def table(runs: list[dict]) -> str:
 
 
 def show(runs: list[dict], stored: list[dict]) -> None:
-    """Print the table of a grid and how many of its runs are those that the repository keeps, in every number."""
-    kept = {json.dumps(r["rows"]) for r in stored}
-    same = sum(json.dumps(r["rows"]) in kept for r in runs)
-    title = f"{len(runs)} runs; {same} of them repeat one that is kept in results/, in every number"
-    narrow = [i for i, name in enumerate(COLUMNS) if name not in ("start", "drop")]
+    """Print the table of a grid, and how many of its runs are those that the repository keeps, in every reward and norm."""
+
+    def numbers(run):
+        return tuple((row["step"], row["reward"], row["norm"]) for row in run["rows"])
+
+    kept = set(map(numbers, stored))
+    same = sum(numbers(run) in kept for run in runs)
+    title = f"{len(runs)} runs; {same} of them repeat one that is kept in results/, in every reward and gradient norm"
+    narrow = [i for i, name in enumerate(COLUMNS) if name not in ("steps", "start", "drop")]
     rows = [[row[i] for i in narrow] for row in table_rows(runs)]
     report.show(report.table(title, [COLUMNS[i] for i in narrow], rows))
 
@@ -113,32 +118,54 @@ def show(runs: list[dict], stored: list[dict]) -> None:
 # ---- falls against bits
 
 
+def said(values: tuple, form: str = ".2g") -> str:
+    """Return a figure with its interval; what is not determined is a question mark.
+
+    >>> said((0.5, None, 2.0)), said((None, None, 0.01))
+    ('0.5 [?, 2]', '? [?, 0.01]')
+    """
+    value, low, high = ("?" if v is None else format(v, form) for v in values)
+    return f"{value} [{low}, {high}]"
+
+
+def events(outcomes: list[dict]) -> tuple[int, float]:
+    """Return (first falls, thousands of steps before them or the end)."""
+    return sum(o["fall"] is not None for o in outcomes), sum(o["fall"] or o["steps"] for o in outcomes) / 1000
+
+
+def rate(k: int, exposure: float) -> str:
+    low, high = garwood(k, exposure)
+    return f"{k / exposure:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def falls(runs: list[dict]) -> str:
-    """Return the table of first falls of arm ``none`` against bits, and below it the factor that a bit makes."""
-    cells = defaultdict(list)
-    for run in runs:
-        if run["arm"] == "none":
-            cells[run["bits"]].append(outcome(run))
-    counts = {
-        b: (sum(o["fall"] is not None for o in of), sum(o["fall"] or o["steps"] for o in of) / 1000)
-        for b, of in sorted(cells.items())
-    }
-    slope, rates = rate_model(counts)
+    """Return the table of first falls of arm ``none`` against bits; below it the factor that a bit makes, and controls."""
+    cells = defaultdict(lambda: defaultdict(list))
+    for run in sorted(runs, key=lambda r: r["bits"]):
+        cells[run["arm"]][run["bits"]].append(outcome(run))
+    none = cells.pop("none")
+    counts = {bits: events(of) for bits, of in none.items()}
+    slope, rates = rate_model(counts, at=counts)
     lines = []
     for b, (k, exposure) in counts.items():
-        low, high = garwood(k, exposure)
-        growth = mean(o["k3_end"] / o["k3_start"] for o in cells[b])
+        growth = mean(o["k3_end"] / o["k3_start"] for o in none[b])
         lines.append([
-            f"p{b}", str(len(cells[b])), f"{k} in {exposure:.1f}", f"{k / exposure:.2f} [{low:.2f}, {high:.2f}]",
-            "{:.2g} [{:.2g}, {:.2g}]".format(*rates[b]), f"{mean(o['k3_start'] for o in cells[b]):.2g}",
-            f"{mean(o['k3_end'] for o in cells[b]):.2g}", f"{growth:.1f}", f"{mean(o['final'] for o in cells[b]):.2f}",
+            f"p{b}", str(len(none[b])), f"{k} in {exposure:.1f}", rate(k, exposure), said(rates[b]),
+            f"{mean(o['k3_start'] for o in none[b]):.2g}", f"{mean(o['k3_end'] for o in none[b]):.2g}", f"{growth:.1f}",
+            f"{mean(o['final'] for o in none[b]):.2f}",
         ])  # fmt: skip
     text = report.markdown(
         ("bits", "seeds", "first falls in thousands of steps before them", "falls per 1,000 steps, 95 %",
          "by the fit, 95 %", "k3, first 50 steps", "k3, last 100", "growth, mean of ratios", "final"), lines
     )  # fmt: skip
-    factors = "{:.2f} [{:.2f}, {:.2f}]".format(*(math.exp(x) for x in slope))
-    return f"{text}\n\nOne bit more changes the rate of first falls by a factor of {factors}."
+    factor = said(tuple(None if x is None else math.exp(x) for x in slope))
+    controls = []
+    for arm, widths in cells.items():
+        k, exposure = events([o for of in widths.values() for o in of])
+        controls.append(
+            f"`{arm}` at {' and '.join(f'p{b}' for b in widths)}: {k} in {exposure:.1f}, {rate(k, exposure)}"
+        )
+    return f"{text}\n\nOne bit more changes the rate of first falls by a factor of {factor}. Beside it {'; '.join(controls)}."
 
 
 # ---- pictures
@@ -161,8 +188,8 @@ def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], t
             curves = [windows(r["rows"], name, SHORT) for r in runs]
             if not curves or not any(v for c in curves for _, v in c):  # exactly zero: not on a logarithmic axis
                 continue
-            steps = [s for s, _ in min(curves, key=len)]
-            values = [[c[i][1] for c in curves] for i in range(len(steps))]
+            steps = [s for s, _ in max(curves, key=len)]
+            values = [[c[i][1] for c in curves if i < len(c)] for i in range(len(steps))]  # of runs still there
             panel.plot(steps, [mean(v) for v in values], color=colour, label=f"{label} ({len(curves)})")
             if label in bands:  # seven bands on top of each other hide all of them
                 panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12)
@@ -177,7 +204,9 @@ def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], t
 
 
 def interval(values: list[float], digits: int = 2) -> str:
-    """Return mean and 95 % t interval as text."""
+    """Return mean and 95 % t interval as text, of a single value that alone."""
+    if len(values) < 2:
+        return f"{values[0]:+.{digits}f}"
     m, low, high = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
     return f"{m:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
@@ -300,7 +329,7 @@ def real(found: dict) -> str:
 
 
 def pictures(runs: list[dict]) -> dict[str, str]:
-    """Return {name: SVG} of runs: every arm at the settings that most arms have, and arm ``none`` against bits."""
+    """Return {name: SVG} of runs: every arm at the settings that most arms have; arm ``none`` against bits if they differ."""
     cells = grouped(runs)
     bits, lr = max(cells, key=lambda cell: len(cells[cell]))
     here = [r for r in runs if (r["bits"], r["lr"]) == (bits, lr)]
@@ -308,10 +337,10 @@ def pictures(runs: list[dict]) -> dict[str, str]:
     none = [r for r in runs if r["arm"] == "none" and r["lr"] == lr]
     widths = {f"p{b}": (colour, [r for r in none if r["bits"] == b]) for b, colour in SHADES.items()}
     band = f"mean over seeds (number), range of {' and '.join(BANDS)}"
-    return {
-        "reward": picture(arms, BANDS, f"{bits} significant bits, lr {lr:g}: {band}"),
-        "widths": picture(widths, (), f"arm none, lr {lr:g}, by significant bits: mean over seeds (number)"),
-    }
+    drawn = {"reward": picture(arms, BANDS, f"{bits} significant bits, lr {lr:g}: {band}")}
+    if len({r["bits"] for r in none}) > 1:
+        drawn["widths"] = picture(widths, (), f"arm none, lr {lr:g}, by significant bits: mean over seeds (number)")
+    return drawn
 
 
 def stored() -> dict[str, list[dict]]:
@@ -323,14 +352,19 @@ def files() -> dict[Path, str]:
     """Return what this script writes: path to text."""
     runs = stored()
     read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits", "real_engine")}
-    both = [r for name in ("default", "bits", "rates") for r in runs[name] if r["arm"] in BANDS]
-    at_lr, at_bits = runs["default"][0]["lr"], runs["default"][0]["bits"]
-    widths = [r for r in both if r["lr"] == at_lr]
+    base = runs["default"][0]
+    main = [r for name in ("default", "seeds", "arms") for r in runs[name]]
+    widths = [r for r in main if r["arm"] in (*BANDS, "same")] + runs["widths"]
+    rates = [r for r in main if r["arm"] in BANDS] + runs["rates"]
+    # arm `bit` is arm `none` with one more bit (tests/test_collapse.py): not run twice
+    bit = [
+        {**r, "arm": "bit", "bits": base["bits"]} for r in widths if (r["arm"], r["bits"]) == ("none", base["bits"] + 1)
+    ]
     tables = {
-        "default": table(runs["default"] + runs["arms"]),
+        "default": table(main + bit),
         "widths": table(widths),
         "falls": falls(widths),
-        "rates": table([r for r in both if r["bits"] == at_bits]),
+        "rates": table(until(rates, runs["rates"][0]["steps"])),
         "coarse": table(runs["coarse_gradients"]),
         "bits": bits(read["bits"]),
         "real": real(read["real_engine"]),
@@ -340,7 +374,7 @@ def files() -> dict[Path, str]:
         page = report.filled(page, name, text)
     for name, text in {"differences": differences(read["why"]), "gradients": gradients(read["why"])}.items():
         reason = report.filled(reason, name, text)
-    drawn = pictures([r for name in ("default", "arms", "bits") for r in runs[name]])
+    drawn = pictures(main + bit + [r for r in widths if r["bits"] != base["bits"]])
     return {HERE / "README.md": page, HERE / "WHY.md": reason} | {HERE / f"{n}.svg": svg for n, svg in drawn.items()}
 
 

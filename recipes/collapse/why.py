@@ -1,4 +1,4 @@
-"""What each region's rounding does to log-probs and to the policy gradient, at fixed weights: results/why.json.
+"""What each region's rounding does to log-probs and to the policy gradient, at fixed weights: outputs/collapse/why.json.
 
 Sampler S rounds as the engine; trainer T_g as the engine too, except in group g, where it rounds as Hugging Face. Same
 kernels, no cache: d = log S - log T_g comes from the roundings of g alone. With A the group advantage, for batches b of
@@ -186,7 +186,7 @@ if __name__ == "__main__":
     parser.add_argument("--arm", default="none")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 300, 900])
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=HERE / "results/why.json")
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "outputs/collapse/why.json")
     options = parser.parse_args()
     runs = [e.Settings(options.arm, options.bits, options.lr, s, max(options.steps)) for s in range(options.seeds)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
@@ -195,6 +195,7 @@ if __name__ == "__main__":
         {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         for step in options.steps for of in found for row in of if row["steps"] == step
     ]  # fmt: skip
-    keep = {k: v for k, v in vars(options).items() if k in ("bits", "lr", "arm")}
+    keep = {k: v for k, v in vars(runs[0]).items() if k not in ("seed", "steps")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     report.write_json(options.out, {**keep, "batches": BATCHES, "sequences": PER_BATCH * e.GROUP, "rows": rows})
     print(json.dumps(dict(rows=len(rows), path=str(options.out))))
