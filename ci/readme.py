@@ -103,6 +103,11 @@ def alternatives() -> str:
     return "\n".join(load("recipes/overhead/readme_table.py").alternatives("smollm2-135m"))
 
 
+def collapse() -> str:
+    """Training with coarse storage, every arm."""
+    return load("recipes/collapse/table.py").summary()
+
+
 ARMS = ("none", "rope", "swiglu", "add_rms_norm", "carry", "paper", "all")
 TABLES = {
     "gap": gap,
@@ -110,6 +115,7 @@ TABLES = {
     "crossed": crossed,
     "attribution": attribution,
     "exact": exact,
+    "collapse": collapse,
     "quickstart": quickstart,
     "overhead": overhead,
     "shares": shares,

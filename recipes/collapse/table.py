@@ -253,8 +253,16 @@ def gradients(found: dict) -> str:
     for (steps, region), rows in by_case(found):
         pairs = [("bias2", "signal2"), ("cross", "signal2"), ("error2", "gradient2"), ("bias2", "error2")]
         pairs += [("is_bias2", "is_signal2")]
-        lines.append([str(steps), region, *(jackknife(rows, *pair) for pair in pairs)])
+        of_seeds = ", ".join(f"{r['cross'] / r['signal2']:+.2f}" for r in rows if resolved(r, found["batches"]))
+        cells = [jackknife(rows, *pair) for pair in pairs]
+        lines.append([str(steps), region, *cells[:2], of_seeds, *cells[2:]])
     return report.markdown(GRADIENTS, lines)
+
+
+def resolved(row: dict, batches: int) -> bool:
+    """Return whether a seed's mean gradient is larger than its noise: twice |G_b|^2 / batches, about two standard errors
+    of the estimate of its square, if the noise had one direction (else fewer)."""
+    return row["signal2"] > 2 * row["gradient2"] / batches
 
 
 def by_case(found: dict) -> list[tuple[tuple[int, str], list[dict]]]:
@@ -269,7 +277,7 @@ DIFFERENCES = (
     "var of d between tokens", "corr(d, log T)", "corr(d, A)",
 )  # fmt: skip
 GRADIENTS = (
-    "steps", "rounding of", "bias^2 / gradient^2", "projection of the bias on the gradient",
+    "steps", "rounding of", "bias^2 / gradient^2", "projection of the bias on the gradient", "by seed, where the gradient is resolved",
     "squared error / squared gradient, one batch", "bias^2, share of the squared error",
     "bias^2 / gradient^2, against importance weights",
 )  # fmt: skip
@@ -344,8 +352,34 @@ def pictures(runs: list[dict]) -> dict[str, str]:
 
 
 def stored() -> dict[str, list[dict]]:
-    """Return the runs that the repository keeps: {grid: runs}."""
-    return {path.stem: load(path) for path in sorted((HERE / "results").glob("*.jsonl"))}
+    """Return the runs that the repository keeps: {grid: runs}, none of a grid that has no file."""
+    return defaultdict(list, {path.stem: load(path) for path in sorted((HERE / "results").glob("*.jsonl"))})
+
+
+def main_runs(runs: dict[str, list[dict]]) -> list[dict]:
+    """Return the runs of every arm at the default's settings."""
+    found = [r for name in ("default", "seeds", "arms") for r in runs[name]]
+    # arm `bit` is arm `none` with one more bit (tests/test_collapse.py): not run twice
+    base = found[0]
+    cell = ("none", base["bits"] + 1, base["lr"])
+    bit = [r for r in runs["widths"] if (r["arm"], r["bits"], r["lr"]) == cell]
+    return found + [{**r, "arm": "bit", "bits": base["bits"]} for r in bit]
+
+
+def summary() -> str:
+    """Return the table of the project's README: every arm in a few words."""
+    lines = []
+    for arm, seeds in next(iter(grouped(main_runs(stored())).values())).items():
+        of = list(seeds.values())
+        fell = sum(o["fall"] is not None for o in of)
+        low, high = binomial(fell, len(of))
+        k3 = [f"{mean(o[name] for o in of):.2g}" for name in ("k3_start", "k3_end")]
+        lines.append([
+            arm, str(len(of)), *(f"{mean(o[name] for o in of):.2f}" for name in ("start", "peak", "final")),
+            f"{fell} of {len(of)} [{low:.2f}, {high:.2f}]", *k3,
+        ])  # fmt: skip
+    columns = ("arm", "seeds", "reward: start", "peak", "end", "fell by 0.1 or more, 95 %", "k3: start", "end")
+    return report.markdown(columns, lines)
 
 
 def files() -> dict[Path, str]:
@@ -353,18 +387,14 @@ def files() -> dict[Path, str]:
     runs = stored()
     read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits", "real_engine")}
     base = runs["default"][0]
-    main = [r for name in ("default", "seeds", "arms") for r in runs[name]]
+    main = main_runs(runs)
     widths = [r for r in main if r["arm"] in (*BANDS, "same")] + runs["widths"]
     rates = [r for r in main if r["arm"] in BANDS] + runs["rates"]
-    # arm `bit` is arm `none` with one more bit (tests/test_collapse.py): not run twice
-    bit = [
-        {**r, "arm": "bit", "bits": base["bits"]} for r in widths if (r["arm"], r["bits"]) == ("none", base["bits"] + 1)
-    ]
     tables = {
-        "default": table(main + bit),
+        "default": table(main),
         "widths": table(widths),
         "falls": falls(widths),
-        "rates": table(until(rates, runs["rates"][0]["steps"])),
+        "rates": table(until(rates, min(r["steps"] for r in rates))),
         "coarse": table(runs["coarse_gradients"]),
         "bits": bits(read["bits"]),
         "real": real(read["real_engine"]),
@@ -374,7 +404,7 @@ def files() -> dict[Path, str]:
         page = report.filled(page, name, text)
     for name, text in {"differences": differences(read["why"]), "gradients": gradients(read["why"])}.items():
         reason = report.filled(reason, name, text)
-    drawn = pictures(main + bit + [r for r in widths if r["bits"] != base["bits"]])
+    drawn = pictures(main + [r for r in widths if r["bits"] != base["bits"]])
     return {HERE / "README.md": page, HERE / "WHY.md": reason} | {HERE / f"{n}.svg": svg for n, svg in drawn.items()}
 
 
