@@ -198,7 +198,9 @@ def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], t
     panels[1].set_ylabel("k3 per token, sampler against trainer")
     panels[1].set_yscale("log")
     panels[1].set_ylim(bottom=1e-5)
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=7)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=7
+    )
     panels[0].set_title(title, loc="left", fontsize=10)
     return _svg(figure)
 
