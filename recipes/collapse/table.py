@@ -257,8 +257,20 @@ def gradients(found: dict) -> str:
         pairs += [("is_bias2", "is_signal2")]
         of_seeds = ", ".join(f"{r['cross'] / r['signal2']:+.2f}" for r in rows if resolved(r, found["batches"]))
         cells = [jackknife(rows, *pair) for pair in pairs]
-        lines.append([str(steps), region, *cells[:2], of_seeds, *cells[2:]])
+        lines.append([str(steps), region, *cells[:2], cosine(rows), of_seeds, *cells[2:]])
     return report.markdown(GRADIENTS, lines)
+
+
+def cosine(rows: list[dict]) -> str:
+    """Return the cosine between bias and gradient, of means over seeds, where the bias is clear of zero in ``rows``.
+
+    >>> exact = dict(bias2=0.25, signal2=1.0, cross=-0.5)
+    >>> cosine([exact, exact]), cosine([exact, {**exact, "bias2": -0.25}])
+    ('-1.00', '')
+    """
+    clear = not jackknife(rows, "bias2", "signal2").partition("[")[2].startswith("-")
+    bias, signal, cross = (mean(r[name] for r in rows) for name in ("bias2", "signal2", "cross"))
+    return f"{cross / math.sqrt(bias * signal):+.2f}" if clear and bias > 0 < signal else ""
 
 
 def resolved(row: dict, batches: int) -> bool:
@@ -279,7 +291,7 @@ DIFFERENCES = (
     "var of d between tokens", "corr(d, log T)", "corr(d, A)",
 )  # fmt: skip
 GRADIENTS = (
-    "steps", "rounding of", "bias^2 / gradient^2", "projection of the bias on the gradient", "by seed, where the gradient is resolved",
+    "steps", "rounding of", "bias^2 / gradient^2", "projection of the bias on the gradient", "cosine", "by seed, where the gradient is resolved",
     "squared error / squared gradient, one batch", "bias^2, share of the squared error",
     "bias^2 / gradient^2, against importance weights",
 )  # fmt: skip
