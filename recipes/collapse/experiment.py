@@ -175,8 +175,8 @@ class Pair:
     """
 
     def __init__(self, start: Qwen3ForCausalLM, settings: Settings):
-        self.settings, self.format, self.arm = settings, settings.format, ARMS[settings.arm]
-        arm = self.arm
+        self.settings, self.format = settings, settings.format
+        self.arm = arm = ARMS[settings.arm]
         self.trainer, self.weights = start, list(start.parameters())
         self.masters = [p.detach().clone() for p in self.weights]
         formats.store_parameters(start, self.format)

@@ -61,6 +61,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def share(k: int, n: int) -> str:
+    """Return ``k`` of ``n`` with the exact 95 % interval of the share, as text."""
+    low, high = binomial(k, n)
+    return f"{k} of {n} [{low:.2f}, {high:.2f}]"
+
+
 def table_rows(runs: list[dict]) -> list[list[str]]:
     """Return the rows of the table of outcomes, in ``COLUMNS``."""
     lines = []
@@ -71,11 +77,10 @@ def table_rows(runs: list[dict]) -> list[list[str]]:
             d = None if arm == "none" or "none" not in finals else paired(finals[arm], finals["none"])
             average = {n: mean(o[n] for o in of) for n in ("start", "peak", "final", "drop", "k3_start", "k3")}
             last = [o["final"] for o in of]
-            events = []
+            ends = []
             for name in ("collapse", "fall"):
                 steps = sorted(o[name] for o in of if o[name] is not None)
-                low, high = binomial(len(steps), len(of))
-                events += [f"{len(steps)} of {len(of)} [{low:.2f}, {high:.2f}]", ", ".join(map(str, steps))]
+                ends += [share(len(steps), len(of)), ", ".join(map(str, steps))]
             lines.append(
                 [
                     str(bits + (arm == "bit")),
@@ -88,7 +93,7 @@ def table_rows(runs: list[dict]) -> list[list[str]]:
                     f"{average['final']:.2f} ({min(last):.2f} to {max(last):.2f})",
                     f"{average['drop']:.2f}",
                     "" if d is None else f"{d[0]:+.2f} [{d[1]:+.2f}, {d[2]:+.2f}]",
-                    *events,
+                    *ends,
                     f"{average['k3_start']:.2g}",
                     f"{average['k3']:.2g}",
                 ]
@@ -134,6 +139,7 @@ def events(outcomes: list[dict]) -> tuple[int, float]:
 
 
 def rate(k: int, exposure: float) -> str:
+    """Return events per unit of exposure with the exact 95 % interval, as text."""
     low, high = garwood(k, exposure)
     return f"{k / exposure:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -386,11 +392,10 @@ def summary() -> str:
     for arm, seeds in next(iter(grouped(main_runs(stored())).values())).items():
         of = list(seeds.values())
         fell = sum(o["fall"] is not None for o in of)
-        low, high = binomial(fell, len(of))
         k3 = [f"{mean(o[name] for o in of):.2g}" for name in ("k3_start", "k3_end")]
         lines.append([
             arm, str(len(of)), *(f"{mean(o[name] for o in of):.2f}" for name in ("start", "peak", "final")),
-            f"{fell} of {len(of)} [{low:.2f}, {high:.2f}]", *k3,
+            share(fell, len(of)), *k3,
         ])  # fmt: skip
     columns = ("arm", "seeds", "reward: start", "peak", "end", "fell by 0.1 or more, 95 %", "k3: start", "end")
     return report.markdown(columns, lines)
