@@ -27,7 +27,10 @@ from verl_rounding_align.rounding import Rounding
 
 BITS = range(2, 24)
 DENSE = [name for name in MODEL_TYPES if name != "qwen3_moe"]
-LOW = [0, 1, 2, 0x3FFF, 0x4000, 0x7FFF, 0x8000, 0x8001, 0xBFFF, 0xC000, 0xFFFE, 0xFFFF]  # around ties
+# lower halves around the ties of every width: half a step is 2^(23 - bits); with and without the bit above it, which says even or odd
+LOW = sorted(
+    {(low + d) & 0xFFFF for n in range(17) for low in ((1 << n) & 0xFFFF, (3 << n) & 0xFFFF) for d in (-1, 0, 1)}
+)
 
 
 def values(bits) -> torch.Tensor:
@@ -57,7 +60,7 @@ def test_every_upper_half_of_a_pattern_rounds_as_fp64_arithmetic_says(bits):
     assert same_bits(parse(f"p{bits}").round(EVERY), expected)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 7, 8, 11])
+@pytest.mark.parametrize("bits", BITS)
 def test_every_pattern_of_one_octave_rounds_to_the_nearest_integer_ties_to_even(bits):
     """All 2^23 numbers in [1, 2), by integer arithmetic on the significand."""
     m = torch.arange(1 << 23, 1 << 24)
@@ -89,6 +92,17 @@ def test_any_pattern_rounds_to_the_nearest_by_rational_arithmetic(pattern, bits)
 @pytest.mark.parametrize("name,dtype", [("p8", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_16_bit_format_is_torchs_cast(name, dtype):
     assert same_bits(parse(name).round(EVERY), EVERY.to(dtype).float())
+
+
+def test_fp16_by_integer_arithmetic():
+    """Every upper half of a pattern around ties: units of 2^-24 below 2^-14, infinity from half a step above 65504 on."""
+    x = EVERY[EVERY.isfinite()].double().numpy()
+    unit = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, -14) - 10)
+    expected = np.rint(x / unit) * unit
+    expected = np.where(np.abs(expected) >= 65536, np.copysign(np.inf, x), expected)
+    assert same_bits(parse("fp16").round(EVERY[EVERY.isfinite()]), torch.from_numpy(expected.astype(np.float32)))
+    ends = torch.tensor([65519.99, 65520.0, -65520.0, 2.0**-25, 2.0**-25 * 1.001])
+    assert parse("fp16").round(ends).tolist() == [65504.0, math.inf, -math.inf, 0.0, 2.0**-24]
 
 
 def test_fp32_stores_everything_and_rounding_twice_changes_nothing():

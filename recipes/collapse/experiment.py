@@ -295,9 +295,3 @@ def run(settings: Settings, show: Callable[[str], None] = lambda text: None) -> 
         if diverged:
             break
     return {**asdict(settings), "seconds": round(time.time() - began, 1), "rows": rows}
-
-
-def reward_of(policy, n: int = 512, seed: int = 1) -> float:
-    """Return a policy's mean reward at temperature 1, its greedy one being another matter."""
-    g = torch.Generator().manual_seed(seed)
-    return float(rewards(sample(policy, prompts(n, g), 1, False, g)[0]).mean())

@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+from scipy import stats
 
 ORDER = ("none", "rope", "paper", "all", "same", "tis", "bit")
 DROP, SHORT, LONG = 0.10, 50, 100  # of reward; steps of a window and of the final mean
-# two-sided 95 % quantiles of Student's t by degrees of freedom
-T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def load(path: Path) -> list[dict]:
@@ -29,8 +28,8 @@ def windows(rows: list[dict], name: str, size: int) -> list[tuple[int, float]]:
     return [(chunk[-1]["step"], mean(r[name] for r in chunk)) for chunk in chunks or [rows]]
 
 
-def outcome(run: dict) -> dict:
-    """Return what README.md defines: start, peak, final, drop, the steps of first fall and collapse or None, mismatches.
+def outcome(run: dict, drop: float = DROP) -> dict:
+    """Return what README.md defines, with ``drop`` for its 0.10: start, peak, final, drop, the steps of first fall and collapse or None, mismatches.
 
     A run that ended before its ``steps`` has diverged, which is a fall and a collapse at its last step.
 
@@ -44,12 +43,12 @@ def outcome(run: dict) -> dict:
     peak = max(r for _, r in rewards)
     last = [r for r in rows if r["step"] > rows[-1]["step"] - LONG]
     final, collapse = mean(r["reward"] for r in last), None
-    if final <= peak - DROP:
-        above = [i for i, (_, r) in enumerate(rewards) if r > peak - DROP]
+    if final <= peak - drop:
+        above = [i for i, (_, r) in enumerate(rewards) if r > peak - drop]
         collapse = rewards[above[-1] + 1][0] if above[-1] + 1 < len(rewards) else rows[-1]["step"]
     highest, fall = accumulate((r for _, r in rewards), max), None
     for (step, reward), best in zip(rewards, highest, strict=True):
-        if fall is None and reward <= best - DROP:
+        if fall is None and reward <= best - drop:
             fall = step
     if rows[-1]["step"] < run.get("steps", 0):
         collapse, fall = collapse or rows[-1]["step"], fall or rows[-1]["step"]
@@ -60,25 +59,41 @@ def outcome(run: dict) -> dict:
     return {**found, **mismatch, "steps": rows[-1]["step"]}
 
 
-def binomial(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the exact (Clopper-Pearson) interval of a share of ``k`` in ``n``, by bisection.
+def binomial(k: int, n: int) -> tuple[float, float]:
+    """Return the exact (Clopper-Pearson) 95 % interval of a share of ``k`` in ``n``.
 
     >>> [round(x, 3) for x in binomial(0, 5)], [round(x, 3) for x in binomial(3, 5)]
     ([0.0, 0.522], [0.147, 0.947])
     """
-    tail = (1 - level) / 2
+    found = stats.binomtest(k, n).proportion_ci(0.95, method="exact")
+    return float(found.low), float(found.high)
 
-    def at_least(p: float, k: int) -> float:
-        return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
 
-    def solve(k: int, target: float) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if at_least(middle, k) < target else (low, middle)
-        return low
+def fisher(a: list[dict], b: list[dict], name: str) -> float:
+    """Return Fisher's exact p, two-sided, that as many runs of ``a`` as of ``b`` have an event.
 
-    return (0.0 if k == 0 else solve(k, tail), 1.0 if k == n else solve(k + 1, 1 - tail))
+    >>> round(fisher([dict(fall=100)] * 5, [dict(fall=100)] + [dict(fall=None)] * 4, "fall"), 3)
+    0.048
+    """
+    counts = [[sum((o[name] is not None) == had for o in of) for had in (True, False)] for of in (a, b)]
+    return float(stats.fisher_exact(counts).pvalue)
+
+
+def t975(freedom: int) -> float:
+    """Return Student's two-sided 95 % quantile.
+
+    >>> [round(t975(n), 3) for n in (1, 4, 9, 30)]
+    [12.706, 2.776, 2.262, 2.042]
+    """
+    return float(stats.t.ppf(0.975, freedom))
+
+
+def interval(values: list[float], digits: int = 2) -> str:
+    """Return mean and 95 % t interval as text, of a single value that alone."""
+    found = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
+    if found is None:
+        return f"{values[0]:+.{digits}f}"
+    return f"{found[0]:+.{digits}f} [{found[1]:+.{digits}f}, {found[2]:+.{digits}f}]"
 
 
 def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, float] | None:
@@ -86,7 +101,7 @@ def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, floa
     d = [a[s] - b[s] for s in sorted(a.keys() & b.keys())]
     if len(d) < 2:
         return None
-    half = T975[min(len(d) - 1, len(T975) - 1)] * stdev(d) / math.sqrt(len(d))
+    half = t975(len(d) - 1) * stdev(d) / math.sqrt(len(d))
     return mean(d), mean(d) - half, mean(d) + half
 
 
@@ -108,25 +123,14 @@ def until(runs: list[dict], steps: int) -> list[dict]:
     return [{**r, "steps": min(r["steps"], steps), "rows": [x for x in r["rows"] if x["step"] <= steps]} for r in runs]
 
 
-def garwood(k: int, exposure: float, level: float = 0.95) -> tuple[float, float]:
-    """Return the exact interval of a Poisson rate after ``k`` events in ``exposure``, by bisection.
+def garwood(k: int, exposure: float) -> tuple[float, float]:
+    """Return the exact 95 % interval of a Poisson rate after ``k`` events in ``exposure``.
 
     >>> [round(x, 2) for x in garwood(0, 1)], [round(x, 2) for x in garwood(4, 2)]
     ([0.0, 3.69], [0.54, 5.12])
     """
-    tail = (1 - level) / 2
-
-    def at_most(mean: float, k: int) -> float:
-        return math.exp(-mean) * sum(mean**i / math.factorial(i) for i in range(k + 1))
-
-    def solve(k: int, target: float) -> float:
-        low, high = 0.0, 10.0 * (k + 5)
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (middle, high) if at_most(middle, k) > target else (low, middle)
-        return low
-
-    return (0.0 if k == 0 else solve(k - 1, 1 - tail)) / exposure, solve(k, tail) / exposure
+    low, high = stats.chi2.ppf(0.025, 2 * k) / 2 if k else 0.0, stats.chi2.ppf(0.975, 2 * k + 2) / 2
+    return float(low / exposure), float(high / exposure)
 
 
 def rate_model(counts: dict[int, tuple[int, float]], at=range(3, 9)) -> tuple[tuple, dict[int, tuple]]:

@@ -7,57 +7,40 @@ import math
 import sys
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from outcomes import ORDER, SHORT, T975, binomial, garwood, grouped, load, outcome, paired, rate_model, until, windows  # noqa: E402
+import why_tables  # noqa: E402
+from outcomes import (  # noqa: E402
+    DROP,
+    LONG,
+    ORDER,
+    SHORT,
+    binomial,
+    fisher,
+    garwood,
+    grouped,
+    interval,
+    load,
+    outcome,
+    paired,
+    rate_model,
+    until,
+    windows,
+)
 
 from verl_rounding_align import report  # noqa: E402
 
 COLOURS = dict(zip(ORDER, ("#d95f02", "#7570b3", "#66a61e", "#1b9e77", "#4c4c4c", "#a6761d", "#e7298a"), strict=True))
-SCHEMA = {
-    "type": "object",
-    "required": [
-        "arm",
-        "bits",
-        "lr",
-        "seed",
-        "steps",
-        "pretrain",
-        "prompts",
-        "gradients",
-        "seconds",
-        "rows",
-        "versions",
-    ],
-    "additionalProperties": False,
-    "properties": {
-        "arm": {"enum": list(ORDER)},
-        "bits": {"type": "integer", "minimum": 2, "maximum": 22},
-        "lr": {"type": "number", "exclusiveMinimum": 0},
-        **{name: {"type": "integer", "minimum": 0} for name in ("seed", "steps", "pretrain", "prompts", "gradients")},
-        "seconds": {"type": "number"},
-        "versions": {"type": "object"},
-        "rows": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["step", "reward", "k1", "k3", "differ", "norm"],
-                "additionalProperties": False,
-                "properties": {n: {"type": "number"} for n in ("step", "reward", "k1", "k3", "differ", "norm")},
-            },
-        },
-    },
-}
-
-
-COLUMNS = (
-    "bits", "lr", "arm", "seeds", "steps", "start", "peak", "final (lowest to highest)", "drop", "final less `none`, 95 %",
-    "collapsed, 95 %", "steps to collapse", "fell at some time, 95 %", "steps to the first fall", "k3, first 50 steps",
-    "k3, 100 steps before the collapse, or last",
+REWARDS = (
+    "bits", "lr", "steps", "arm", "seeds", "start", "peak", "final (lowest to highest)", "drop",
+    "final less `none`, 95 %", "drop less `none`, 95 %",
+)  # fmt: skip
+FALLS = (
+    "bits", "lr", "steps", "arm", "collapsed, 95 %", "p", "at step", "fell at some time, 95 %", "p", "at step",
+    "k3, first 50 steps", "k3, last 100", "grew in", "k3 before the collapse, by run",
 )  # fmt: skip
 
 
@@ -67,43 +50,73 @@ def share(k: int, n: int) -> str:
     return f"{k} of {n} [{low:.2f}, {high:.2f}]"
 
 
-def table_rows(runs: list[dict]) -> list[list[str]]:
-    """Return the rows of the table of outcomes, in ``COLUMNS``."""
+def against(arm: dict[int, dict], none: dict[int, dict], name: str) -> str:
+    """Return the paired difference of an outcome over common seeds with its interval, as text."""
+    d = paired(*({seed: o[name] for seed, o in of.items()} for of in (arm, none)))
+    return "" if d is None else f"{d[0]:+.2f} [{d[1]:+.2f}, {d[2]:+.2f}]"
+
+
+def reward_rows(runs: list[dict]) -> list[list[str]]:
+    """Return the rows of ``REWARDS``: means over seeds."""
     lines = []
     for (bits, lr), arms in grouped(runs).items():
-        finals = {arm: {s: o["final"] for s, o in seeds.items()} for arm, seeds in arms.items()}
         for arm, seeds in arms.items():
-            of = list(seeds.values())
-            d = None if arm == "none" or "none" not in finals else paired(finals[arm], finals["none"])
-            average = {n: mean(o[n] for o in of) for n in ("start", "peak", "final", "drop", "k3_start", "k3")}
+            of, none = list(seeds.values()), arms.get("none") if arm != "none" else None
+            average = {n: f"{mean(o[n] for o in of):.2f}" for n in ("start", "peak", "final", "drop")}
             last = [o["final"] for o in of]
-            ends = []
-            for name in ("collapse", "fall"):
-                steps = sorted(o[name] for o in of if o[name] is not None)
-                ends += [share(len(steps), len(of)), ", ".join(map(str, steps))]
-            lines.append(
-                [
-                    str(bits + (arm == "bit")),
-                    f"{lr:g}",
-                    arm,
-                    str(len(of)),
-                    str(max(o["steps"] for o in of)),
-                    f"{average['start']:.2f}",
-                    f"{average['peak']:.2f}",
-                    f"{average['final']:.2f} ({min(last):.2f} to {max(last):.2f})",
-                    f"{average['drop']:.2f}",
-                    "" if d is None else f"{d[0]:+.2f} [{d[1]:+.2f}, {d[2]:+.2f}]",
-                    *ends,
-                    f"{average['k3_start']:.2g}",
-                    f"{average['k3']:.2g}",
-                ]
-            )
+            lines.append([
+                str(bits), f"{lr:g}", str(max(o["steps"] for o in of)), arm, str(len(of)), average["start"], average["peak"],
+                f"{average['final']} ({min(last):.2f} to {max(last):.2f})", average["drop"],
+                *("" if none is None else against(seeds, none, name) for name in ("final", "drop")),
+            ])  # fmt: skip
     return lines
 
 
+def fall_rows(runs: list[dict]) -> list[list[str]]:
+    """Return the rows of ``FALLS``; p: Fisher's exact test of the share against that of ``none``, two-sided."""
+    lines = []
+    for (bits, lr), arms in grouped(runs).items():
+        for arm, seeds in arms.items():
+            of, none = list(seeds.values()), arms.get("none") if arm != "none" else None
+            ends = []
+            for name in ("collapse", "fall"):
+                steps = sorted(o[name] for o in of if o[name] is not None)
+                p = "" if none is None else f"{fisher(of, list(none.values()), name):.2g}"
+                ends += [share(len(steps), len(of)), p, ", ".join(map(str, steps))]
+            before = sorted((o["collapse"], o["k3"]) for o in of if o["collapse"] is not None)
+            first, last = (mean(o[n] for o in of) for n in ("k3_start", "k3_end"))
+            grew = f"{sum(o['k3_end'] > o['k3_start'] for o in of)} of {len(of)}"
+            lines.append([
+                str(bits), f"{lr:g}", str(max(o["steps"] for o in of)), arm, *ends, f"{first:.2g}", f"{last:.2g}", grew,
+                ", ".join(f"{k3:.2g}" for _, k3 in before),
+            ])  # fmt: skip
+    return lines
+
+
+def shortened(columns: tuple[str, ...], rows: list[list[str]]) -> str:
+    """Return a Markdown table without the columns ``bits``, ``lr`` and ``steps`` that are the same in all rows, which are
+    said above it."""
+    same = [i for i in range(3) if len({row[i] for row in rows}) == 1]
+    said = ", ".join(f"{columns[i]} {rows[0][i]}" for i in same)
+    keep = [i for i in range(len(columns)) if i not in same]
+    text = report.markdown([columns[i] for i in keep], [[row[i] for i in keep] for row in rows])
+    return f"*{said}*\n\n{text}" if said else text
+
+
 def table(runs: list[dict]) -> str:
-    """Return the table of outcomes."""
-    return report.markdown(COLUMNS, table_rows(runs))
+    """Return the two tables of outcomes: rewards, then falls and mismatch."""
+    return f"{shortened(REWARDS, reward_rows(runs))}\n\n{shortened(FALLS, fall_rows(runs))}"
+
+
+def thresholds(runs: list[dict]) -> str:
+    """Return the shares of runs that collapsed and that fell, by the fall in reward that counts as one."""
+    drops, lines = (0.05, DROP, 0.15), []
+    for arm in dict.fromkeys(sorted((r["arm"] for r in runs), key=ORDER.index)):
+        found = {d: [outcome(r, d) for r in runs if r["arm"] == arm] for d in drops}
+        cells = [f"{sum(o[name] is not None for o in found[d])}" for name in ("collapse", "fall") for d in drops]
+        lines.append([arm, str(len(found[DROP])), *cells])
+    columns = [f"{name}, {d:g}" for name in ("collapsed", "fell") for d in drops]
+    return report.markdown(("arm", "runs", *columns), lines)
 
 
 def show(runs: list[dict], stored: list[dict]) -> None:
@@ -115,9 +128,8 @@ def show(runs: list[dict], stored: list[dict]) -> None:
     kept = set(map(numbers, stored))
     same = sum(numbers(run) in kept for run in runs)
     title = f"{len(runs)} runs; {same} of them repeat one that is kept in results/, in every reward and gradient norm"
-    narrow = [i for i, name in enumerate(COLUMNS) if name not in ("steps", "start", "drop")]
-    rows = [[row[i] for i in narrow] for row in table_rows(runs)]
-    report.show(report.table(title, [COLUMNS[i] for i in narrow], rows))
+    report.show(report.table(title, REWARDS, reward_rows(runs)))
+    report.show(report.table("p: Fisher's exact test against `none`", FALLS, fall_rows(runs)))
 
 
 # ---- falls against bits
@@ -151,18 +163,20 @@ def falls(runs: list[dict]) -> str:
         cells[run["arm"]][run["bits"]].append(outcome(run))
     none = cells.pop("none")
     counts = {bits: events(of) for bits, of in none.items()}
-    slope, rates = rate_model(counts, at=counts)
+    slope, rates = rate_model({bits: of for bits, of in counts.items() if bits <= FITTED}, at=counts)
     lines = []
     for b, (k, exposure) in counts.items():
-        growth = mean(o["k3_end"] / o["k3_start"] for o in none[b])
+        growth = [o["k3_end"] / o["k3_start"] for o in none[b]]
         lines.append([
             f"p{b}", str(len(none[b])), f"{k} in {exposure:.1f}", rate(k, exposure), said(rates[b]),
-            f"{mean(o['k3_start'] for o in none[b]):.2g}", f"{mean(o['k3_end'] for o in none[b]):.2g}", f"{growth:.1f}",
+            f"{mean(o['k3_start'] for o in none[b]):.2g}", f"{mean(o['k3_end'] for o in none[b]):.2g}",
+            f"{median(growth):.1f}", f"{sum(g > 1 for g in growth)} of {len(growth)}",
             f"{mean(o['final'] for o in none[b]):.2f}",
         ])  # fmt: skip
     text = report.markdown(
-        ("bits", "seeds", "first falls in thousands of steps before them", "falls per 1,000 steps, 95 %",
-         "by the fit, 95 %", "k3, first 50 steps", "k3, last 100", "growth, mean of ratios", "final"), lines
+        ("bits", "runs", "first falls in 1,000 steps run until then", "first falls per 1,000 steps, 95 %",
+         f"the same by the fit to p3 to p{FITTED}, 95 %", "k3, first 50 steps", "k3, last 100", "growth, median", "grew in", "final"),
+        lines
     )  # fmt: skip
     factor = said(tuple(None if x is None else math.exp(x) for x in slope))
     controls = []
@@ -171,11 +185,16 @@ def falls(runs: list[dict]) -> str:
         controls.append(
             f"`{arm}` at {' and '.join(f'p{b}' for b in widths)}: {k} in {exposure:.1f}, {rate(k, exposure)}"
         )
-    return f"{text}\n\nOne bit more changes the rate of first falls by a factor of {factor}. Beside it {'; '.join(controls)}."
+    return (
+        f"{text}\n\nOne bit more changes the rate of first falls by a factor of {factor}, by the fit. Other arms, first falls in "
+        f"1,000 steps, per 1,000: {'; '.join(controls)}."
+    )
 
 
 # ---- pictures
 
+SMALL = 4  # bits from which on errors are taken to be small
+FITTED = 5  # bits: the widths with ten seeds
 BANDS = ("none", "all")
 SHADES = {3: "#7f2704", 4: "#d95f02", 5: "#fd8d3c", 6: "#9ecae1", 7: "#4292c6", 8: "#08306b"}  # of bits
 
@@ -211,106 +230,16 @@ def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], t
     return _svg(figure)
 
 
-def interval(values: list[float], digits: int = 2) -> str:
-    """Return mean and 95 % t interval as text, of a single value that alone."""
-    if len(values) < 2:
-        return f"{values[0]:+.{digits}f}"
-    m, low, high = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
-    return f"{m:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-
-def jackknife(rows: list[dict], top: str, bottom: str) -> str:
-    """Return the ratio of two means over seeds, with the jackknife's 95 % t interval, as text."""
-
-    def ratio(chosen):
-        return mean(r[top] for r in chosen) / mean(r[bottom] for r in chosen)
-
-    n, value = len(rows), ratio(rows)
-    if n < 2:
-        return f"{value:+.2f}"
-    pseudo = [n * value - (n - 1) * ratio(rows[:i] + rows[i + 1 :]) for i in range(n)]
-    half = T975[min(n - 1, len(T975) - 1)] * stdev(pseudo) / math.sqrt(n)
-    return f"{value:+.2f} [{value - half:+.2f}, {value + half:+.2f}]"
-
-
-def differences(found: dict) -> str:
-    """Return the table of what each group's rounding does to log-probs; means over seeds, t intervals."""
-    lines = []
-    for (steps, region), rows in by_case(found):
-        landing = [r["landing"] for r in rows if r["landing"] is not None]
-        lines.append(
-            [
-                str(steps),
-                region,
-                f"{mean(landing):.2f}" if landing else "",
-                f"{mean(r['k3'] for r in rows):.2g}",
-                f"{mean(r['size'] for r in rows):.3f}",
-                interval([r["mean"] / r["size"] for r in rows]),
-                interval([r["given"] for r in rows]),
-                f"{100 * mean(r['by_token'] for r in rows):.1f} %",
-                interval([r["corr_own"] for r in rows]),
-                interval([r["corr_advantage"] for r in rows]),
-            ]
-        )
-    return report.markdown(DIFFERENCES, lines)
-
-
-def gradients(found: dict) -> str:
-    """Return the table of what each group's rounding does to the policy gradient; ratios of means over seeds."""
-    lines = []
-    for (steps, region), rows in by_case(found):
-        pairs = [("bias2", "signal2"), ("cross", "signal2"), ("error2", "gradient2"), ("bias2", "error2")]
-        pairs += [("is_bias2", "is_signal2")]
-        of_seeds = ", ".join(f"{r['cross'] / r['signal2']:+.2f}" for r in rows if resolved(r, found["batches"]))
-        cells = [jackknife(rows, *pair) for pair in pairs]
-        lines.append([str(steps), region, *cells[:2], cosine(rows), of_seeds, *cells[2:]])
-    return report.markdown(GRADIENTS, lines)
-
-
-def cosine(rows: list[dict]) -> str:
-    """Return the cosine between bias and gradient, of means over seeds, where the bias is clear of zero in ``rows``.
-
-    >>> exact = dict(bias2=0.25, signal2=1.0, cross=-0.5)
-    >>> cosine([exact, exact]), cosine([exact, {**exact, "bias2": -0.25}])
-    ('-1.00', '')
-    """
-    clear = not jackknife(rows, "bias2", "signal2").partition("[")[2].startswith("-")
-    bias, signal, cross = (mean(r[name] for r in rows) for name in ("bias2", "signal2", "cross"))
-    return f"{cross / math.sqrt(bias * signal):+.2f}" if clear and bias > 0 < signal else ""
-
-
-def resolved(row: dict, batches: int) -> bool:
-    """Return whether a seed's mean gradient is larger than its noise: twice |G_b|^2 / batches, about two standard errors
-    of the estimate of its square, if the noise had one direction (else fewer)."""
-    return row["signal2"] > 2 * row["gradient2"] / batches
-
-
-def by_case(found: dict) -> list[tuple[tuple[int, str], list[dict]]]:
-    cases = defaultdict(list)
-    for row in found["rows"]:
-        cases[row["steps"], row["region"]].append(row)
-    return sorted(cases.items(), key=lambda item: item[0][0])
-
-
-DIFFERENCES = (
-    "steps", "rounding of", "landing score", "k3", "mean abs d", "mean d / mean abs d", "the same on given right answers",
-    "var of d between tokens", "corr(d, log T)", "corr(d, A)",
-)  # fmt: skip
-GRADIENTS = (
-    "steps", "rounding of", "bias^2 / gradient^2", "projection of the bias on the gradient", "cosine", "by seed, where the gradient is resolved",
-    "squared error / squared gradient, one batch", "bias^2, share of the squared error",
-    "bias^2 / gradient^2, against importance weights",
-)  # fmt: skip
-
-
 def slopes(found: dict, kernel: str) -> dict[str, list[float]]:
-    """Return {arm: least-squares slope of log2 k3 against bits for each seed}, of arms whose k3 are all positive."""
+    """Return {arm: least-squares slope of log2 k3 against bits, from ``SMALL`` on, for each seed}, of arms whose k3 are all
+    positive."""
     cells = defaultdict(dict)
     for row in found["rows"]:
         if row["kernel"] == kernel:
             cells[row["arm"], row["seed"]][row["bits"]] = row["k3"]
     out = defaultdict(list)
     for (arm, _), by_bits in cells.items():
+        by_bits = {b: k3 for b, k3 in by_bits.items() if b >= SMALL}
         if min(by_bits.values()) > 0:
             x, y = list(by_bits), [math.log2(v) for v in by_bits.values()]
             mx, my = mean(x), mean(y)
@@ -330,7 +259,9 @@ def bits(found: dict) -> str:
         for arm in dict.fromkeys(key[1] for key in cells):
             values = [f"{mean(cells[kernel, arm, b]):.2g}" for b in every]
             lines.append([kernel, arm, *values, interval(fits[arm]) if fits.get(arm) else ""])
-    return report.markdown(("sampler's attention", "arm", *(f"p{b}" for b in every), "log2 k3 per bit, 95 %"), lines)
+    return report.markdown(
+        ("sampler's attention", "arm", *(f"p{b}" for b in every), f"log2 k3 per bit from p{SMALL} on, 95 %"), lines
+    )
 
 
 def real(found: dict) -> str:
@@ -356,8 +287,48 @@ def real(found: dict) -> str:
     return report.markdown(columns, lines) + f"\n\nlr {found['lr']:g}, one seed; CPU, {made}."
 
 
+def small_multiples(series: dict[str, tuple[str, list[dict]]], title: str) -> str:
+    """Return SVG: a column per label, reward above k3; thin lines are runs, the band their range, the thick line their mean.
+
+    The first label's mean is dashed in every other column. Windows are of ``LONG`` steps.
+    """
+    from verl_rounding_align.measure.pictures import _axes, _svg
+
+    series = {label: found for label, found in series.items() if found[1]}
+    figure, panels = _axes(2.1 * len(series), 5, columns=len(series), rows=2, sharex=True, sharey="row", squeeze=False)
+    reference = None
+    for (label, (colour, runs)), column in zip(series.items(), zip(*panels, strict=True), strict=True):
+        means = []
+        for panel, name in zip(column, ("reward", "k3"), strict=True):
+            curves = [windows(r["rows"], name, LONG) for r in runs]
+            steps = [s for s, _ in max(curves, key=len)]
+            values = [[c[i][1] for c in curves if i < len(c)] for i in range(len(steps))]  # of runs still there
+            means.append((steps, [mean(v) for v in values]))
+            if name == "k3" and not any(map(any, values)):  # exactly zero: not on a logarithmic axis
+                panel.text(0.5, 0.5, "0", transform=panel.transAxes, color=colour, ha="center")
+                continue
+            panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15)
+            for curve in curves:
+                panel.plot(*zip(*curve, strict=True), color=colour, linewidth=0.5, alpha=0.6)
+            panel.plot(*means[-1], color=colour, linewidth=2)
+        for panel, line in zip(column, reference or (), strict=False):
+            panel.plot(*line, color=next(iter(series.values()))[0], linewidth=1, linestyle="--")
+        reference = reference or means
+        column[0].set_title(f"{label} ({len(runs)})", color=colour, fontsize=10)
+        column[1].set_xlabel("step")
+    panels[0][0].set_ylabel("reward: share of right digits")
+    panels[1][0].set_ylabel("k3 per token")
+    panels[1][0].set_yscale("log")
+    panels[1][0].set_ylim(bottom=1e-5)
+    figure.suptitle(f"{title}; dashed: {next(iter(series))}", x=0.01, ha="left", fontsize=10)
+    return _svg(figure)
+
+
 def pictures(runs: list[dict]) -> dict[str, str]:
-    """Return {name: SVG} of runs: every arm at the settings that most arms have; arm ``none`` against bits if they differ."""
+    """Return {name: SVG} of runs: every arm at the settings that most arms have; arm ``none`` against bits if they differ.
+
+    Each with all seeds in a column of its own (``_seeds``), and all in one panel.
+    """
     cells = grouped(runs)
     bits, lr = max(cells, key=lambda cell: len(cells[cell]))
     here = [r for r in runs if (r["bits"], r["lr"]) == (bits, lr)]
@@ -365,9 +336,14 @@ def pictures(runs: list[dict]) -> dict[str, str]:
     none = [r for r in runs if r["arm"] == "none" and r["lr"] == lr]
     widths = {f"p{b}": (colour, [r for r in none if r["bits"] == b]) for b, colour in SHADES.items()}
     band = f"mean over seeds (number), range of {' and '.join(BANDS)}"
-    drawn = {"reward": picture(arms, BANDS, f"{bits} significant bits, lr {lr:g}: {band}")}
+    each = "mean over seeds (number), range, and each run"
+    drawn = {
+        "reward": picture(arms, BANDS, f"{bits} significant bits, lr {lr:g}: {band}"),
+        "reward_seeds": small_multiples(arms, f"{bits} significant bits, lr {lr:g}: {each}"),
+    }
     if len({r["bits"] for r in none}) > 1:
         drawn["widths"] = picture(widths, (), f"arm none, lr {lr:g}, by significant bits: mean over seeds (number)")
+        drawn["widths_seeds"] = small_multiples(widths, f"arm none, lr {lr:g}, by significant bits: {each}")
     return drawn
 
 
@@ -378,9 +354,9 @@ def stored() -> dict[str, list[dict]]:
 
 def main_runs(runs: dict[str, list[dict]]) -> list[dict]:
     """Return the runs of every arm at the default's settings."""
-    found = [r for name in ("default", "seeds", "arms") for r in runs[name]]
+    base = runs["default"][0]
+    found = [r for n in ("default", "arms") for r in runs[n]]
     # arm `bit` is arm `none` with one more bit (tests/test_collapse.py): not run twice
-    base = found[0]
     cell = ("none", base["bits"] + 1, base["lr"])
     bit = [r for r in runs["widths"] if (r["arm"], r["bits"], r["lr"]) == cell]
     return found + [{**r, "arm": "bit", "bits": base["bits"]} for r in bit]
@@ -391,13 +367,23 @@ def summary() -> str:
     lines = []
     for arm, seeds in next(iter(grouped(main_runs(stored())).values())).items():
         of = list(seeds.values())
-        fell = sum(o["fall"] is not None for o in of)
+        shares = [share(sum(o[name] is not None for o in of), len(of)) for name in ("collapse", "fall")]
         k3 = [f"{mean(o[name] for o in of):.2g}" for name in ("k3_start", "k3_end")]
         lines.append([
             arm, str(len(of)), *(f"{mean(o[name] for o in of):.2f}" for name in ("start", "peak", "final")),
-            share(fell, len(of)), *k3,
+            *shares, *k3,
         ])  # fmt: skip
-    columns = ("arm", "seeds", "reward: start", "peak", "end", "fell by 0.1 or more, 95 %", "k3: start", "end")
+    columns = (
+        "arm",
+        "seeds",
+        "reward: start",
+        "peak",
+        "end",
+        "collapsed, 95 %",
+        "fell at some time, 95 %",
+        "k3: start",
+        "end",
+    )
     return report.markdown(columns, lines)
 
 
@@ -407,10 +393,16 @@ def files() -> dict[Path, str]:
     read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits", "real_engine")}
     base = runs["default"][0]
     main = main_runs(runs)
-    widths = [r for r in main if r["arm"] in (*BANDS, "same")] + runs["widths"]
+    more = {bits: [r for r in runs["seeds"] if r["bits"] == bits] for bits in SHADES}  # seeds 5 to 9
+    ten = [r for r in main if r["arm"] in BANDS] + more[base["bits"]]
+    widths = [r for r in main if r["arm"] == "same"] + ten + runs["widths"]
+    widths += [r for bits, of in more.items() if bits != base["bits"] for r in of]
     rates = [r for r in main if r["arm"] in BANDS] + runs["rates"]
     tables = {
         "default": table(main),
+        "thresholds": thresholds(main),
+        "confirmation": table(more[base["bits"]]),
+        "ten": table(ten),
         "widths": table(widths),
         "falls": falls(widths),
         "rates": table(until(rates, min(r["steps"] for r in rates))),
@@ -421,8 +413,8 @@ def files() -> dict[Path, str]:
     page, reason = (HERE / "README.md").read_text(), (HERE / "WHY.md").read_text()
     for name, text in tables.items():
         page = report.filled(page, name, text)
-    for name, text in {"differences": differences(read["why"]), "gradients": gradients(read["why"])}.items():
-        reason = report.filled(reason, name, text)
+    for name in ("differences", "tokens", "landing", "gradients"):
+        reason = report.filled(reason, name, getattr(why_tables, name)(read["why"]))
     drawn = pictures(main + [r for r in widths if r["bits"] != base["bits"]])
     return {HERE / "README.md": page, HERE / "WHY.md": reason} | {HERE / f"{n}.svg": svg for n, svg in drawn.items()}
 

@@ -1,8 +1,8 @@
 """What each region's rounding does to log-probs and to the policy gradient, at fixed weights: outputs/collapse/why.json.
 
-Sampler S rounds as the engine; trainer T_g as the engine too, except in group g, where it rounds as Hugging Face. Same
-kernels, no cache: d = log S - log T_g comes from the roundings of g alone. With A the group advantage, for batches b of
-sequences drawn from S,
+Sampler S rounds as the engine; trainer T_g as the engine too, except in the groups g, where it rounds as Hugging Face: one
+group, all four, or all but one, which is what aligning that one leaves. Same kernels, no cache: d = log S - log T_g comes
+from the roundings of g alone. With A the group advantage, for batches b of sequences drawn from S,
 
     gradient   G_b = mean A grad log S                     what an exactly aligned trainer computes
     error      E_b = mean A grad log T_g - G_b             same weights, same sequences
@@ -10,7 +10,7 @@ sequences drawn from S,
     projection = mean <E_b, G_c> / mean <G_b, G_c>         over b != c: no noise in common
 
 and the same (``is_``) with E_b = mean A (1 - w) grad log T_g and G_b = mean A w grad log T_g, w the importance weight of the
-whole answer: what leaving out the exact correction adds, which is noisier.
+whole answer: what leaving out the exact correction adds, which is noisier. ``_se``: jackknife over batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import multiprocessing
 import os
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -36,8 +38,12 @@ from verl_rounding_align import align, report  # noqa: E402
 from verl_rounding_align.regions import GROUPS  # noqa: E402
 from verl_rounding_align.rounding import Rounding  # noqa: E402
 
-CASES = {**{g: [h for h in GROUPS if h != g] for g in GROUPS}, "all four": "none"}
-BATCHES, PER_BATCH = 48, 8  # of prompts; GROUP answers each
+CASES = {  # what T rounds as Hugging Face: the regions in which it is aligned
+    **{group: [other for other in GROUPS if other != group] for group in GROUPS},
+    "all four": "none",
+    **{f"all but {group}": [group] for group in GROUPS},
+}
+PER_BATCH = 8  # prompts; GROUP answers each
 
 
 def checkpoints(settings: e.Settings, steps: list[int]):
@@ -61,15 +67,21 @@ def rounded(policy, regions, format):
 
 
 def scores(policy, bits: int, ids: torch.Tensor) -> dict[str, float]:
-    """Return the landing score of what each group's points store (see recipes/landing), at ``bits``, over all layers."""
-    counts, original = defaultdict(lambda: np.zeros(1 << 16)), Rounding.__call__
+    """Return the landing score (recipes/landing) of what each point stores, at ``bits``: {"group point": median over calls}.
+
+    A residual sum that was stored before it is read (the embedding, or the sum of the layer before) is not stored again: it
+    counts where it was made, for both of its readers.
+    """
+    found, original = defaultdict(list), Rounding.__call__
     group_of = {point: group for group, (_, points) in GROUPS.items() for point in points}
     drop = 24 - bits
 
     def watched(self, point, x, dtype):
-        if self.stores(point) and point != "cos_sin" and bool(x.detach().ne(0).any()):
+        if self.stores(point) and point != "cos_sin" and not torch.equal(self.format.round(x), x):
             positions = (x.detach().contiguous().view(torch.int32) & ((1 << drop) - 1)) >> max(0, drop - 16)
-            counts[group_of[point]] += np.bincount(positions.flatten().numpy(), minlength=1 << 16)
+            histogram = np.bincount(positions.flatten().numpy(), minlength=1 << min(drop, 16))
+            c = np.fft.rfft(histogram)[1:17] / histogram.sum()
+            found[f"{group_of[point]} {point}"].append(float(np.sqrt(np.mean(np.abs(c) ** 2))))
         return original(self, point, x, dtype)
 
     Rounding.__call__ = watched
@@ -78,62 +90,102 @@ def scores(policy, bits: int, ids: torch.Tensor) -> dict[str, float]:
             e.log_probs(policy, ids)
     finally:
         Rounding.__call__ = original
-    found = {}
-    for group, histogram in counts.items():
-        c = np.fft.rfft(histogram)[1:17] / histogram.sum()
-        found[group] = float(np.sqrt(np.mean(np.abs(c) ** 2)))
+    found["carry carry"] = found["add_rms_norm sum"]  # two readers of one value
+    return {point: median(values) for point, values in found.items()}
+
+
+class Products:
+    """<a_b, b_c> of the vectors of all batches, b != c, and what is left of their mean without any one batch."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor):
+        m = a.double() @ b.double().T
+        n, diagonal = len(m), m.diagonal()
+        total = m.sum() - diagonal.sum()
+        self.mean = float(total / (n * (n - 1)))
+        self.without = (total - m.sum(0) - m.sum(1) + 2 * diagonal) / ((n - 1) * (n - 2))
+
+
+def jackknife(without: torch.Tensor) -> float:
+    """Return the standard error of an estimate from what it is without each batch."""
+    n = len(without)
+    return float(((n - 1) / n * (without - without.mean()).square().sum()).sqrt())
+
+
+def gradient(policy, loss: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a loss by all parameters, flat; the graph is kept."""
+    policy.zero_grad()
+    loss.backward(retain_graph=True)
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences drawn from S, their log-probs under S, advantages, and the gradient of an exactly aligned trainer."""
+
+    ids: torch.Tensor
+    rollout: torch.Tensor
+    advantages: torch.Tensor
+    exact: torch.Tensor
+
+
+def drawn(sampler, seed: int, batches: int) -> list[Batch]:
+    """Draw batches of ``PER_BATCH`` prompts with ``GROUP`` answers each."""
+    g, found = torch.Generator().manual_seed(seed), []
+    for _ in range(batches):
+        ids, rollout = e.sample(sampler, e.prompts(PER_BATCH, g), e.GROUP, False, g)
+        advantages = e.group_advantages(e.rewards(ids))
+        found.append(
+            Batch(ids, rollout, advantages, gradient(sampler, (advantages * e.log_probs(sampler, ids)).mean()))
+        )
     return found
 
 
-def off_diagonal(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the mean of <a_b, b_c> over b != c."""
-    n = len(a)
-    return float((a.sum(0) @ b.sum(0) - (a * b).sum()) / (n * (n - 1)))
+def directions(errors: torch.Tensor, gradients: torch.Tensor) -> dict[str, float]:
+    """Return bias, gradient and their product between batches, the squared length in a batch, and the ratios' errors.
+
+    Args:
+        errors, gradients: (batches, parameters).
+    """
+    bias, signal, cross = Products(errors, errors), Products(gradients, gradients), Products(errors, gradients)
+    return {
+        "bias2": bias.mean,
+        "error2": float(errors.pow(2).sum(1).mean()),
+        "signal2": signal.mean,
+        "gradient2": float(gradients.pow(2).sum(1).mean()),
+        "cross": cross.mean,
+        "signal2_se": jackknife(signal.without),
+        "projection_se": jackknife(cross.without / signal.without),
+    }
 
 
-def measure(policy, regions, format, seed: int) -> dict[str, float]:
-    """Return the figures of one region: sizes and correlations of d, bias and variance of the gradient's error."""
-    sampler, trainer, g = (
-        rounded(policy, "all", format),
-        rounded(policy, regions, format),
-        torch.Generator().manual_seed(seed),
-    )
-    kept, differences, own, advantage, tokens = defaultdict(list), [], [], [], []
+def measure(policy, regions, sampler, batches: list[Batch], format) -> dict[str, float]:
+    """Return the figures of one case: sizes and correlations of d, bias and variance of the gradient's error.
 
-    def gradient(policy, loss) -> torch.Tensor:
-        policy.zero_grad()
-        loss.backward(retain_graph=True)
-        return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-    for _ in range(BATCHES):
-        ids, rollout = e.sample(sampler, e.prompts(PER_BATCH, g), e.GROUP, False, g)
-        advantages = e.group_advantages(e.rewards(ids))
-        new, exact = e.log_probs(trainer, ids), e.log_probs(sampler, ids)
-        weight = (new.detach() - rollout).sum(1, keepdim=True).exp()
-        uncorrected, aligned = (
-            gradient(trainer, (advantages * new).mean()),
-            gradient(sampler, (advantages * exact).mean()),
-        )
-        corrected = gradient(trainer, (advantages * weight * new).mean())
-        for name, x in (
-            ("G", aligned),
-            ("E", uncorrected - aligned),
-            ("isG", corrected),
-            ("isE", uncorrected - corrected),
-        ):
-            kept[name].append(x)
-        differences.append(rollout - new.detach())
+    ``of_token`` is the mean signed d of each of the ``e.DIGITS`` digits, None of one that was not sampled.
+    """
+    trainer, kept, differences, own = rounded(policy, regions, format), defaultdict(list), [], []
+    for batch in batches:
+        new = e.log_probs(trainer, batch.ids)
+        weight = (new.detach() - batch.rollout).sum(1, keepdim=True).exp()
+        uncorrected = gradient(trainer, (batch.advantages * new).mean())
+        corrected = gradient(trainer, (batch.advantages * weight * new).mean())
+        kept["E"].append(uncorrected - batch.exact)
+        kept["isE"].append(uncorrected - corrected)
+        kept["isG"].append(corrected)
+        differences.append(batch.rollout - new.detach())
         own.append(new.detach())
-        advantage.append(advantages.expand_as(new))
-        tokens.append(ids[:, -e.LENGTH :])
-    kept = {name: torch.stack(x) for name, x in kept.items()}
-    d, own, advantage, tokens = (torch.cat(x).double() for x in (differences, own, advantage, tokens))
+    kept = {name: torch.stack(x) for name, x in kept.items()} | {"G": torch.stack([b.exact for b in batches])}
+    d, own = torch.cat(differences).double(), torch.cat(own).double()
+    rollout = torch.cat([b.rollout for b in batches]).double()
+    advantage = torch.cat([b.advantages.expand_as(b.rollout) for b in batches]).double()
+    tokens = torch.cat([b.ids[:, -e.LENGTH :] for b in batches])
     with torch.no_grad():  # given tokens: no selection by the sampler
-        ids = e.prompts(512, g)
+        ids = e.prompts(512, torch.Generator().manual_seed(1))
         ids = torch.cat([ids, e.answers(ids)], 1)
         given = (e.log_probs(sampler, ids) - e.log_probs(trainer, ids)).double()
     means = torch.stack([d[tokens == t].mean() for t in tokens.unique()])
     share = torch.stack([(tokens == t).double().mean() for t in tokens.unique()])
+    of_token = [d[tokens == t].mean() for t in range(e.DIGITS)]
 
     def correlation(a, b):
         return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
@@ -142,26 +194,18 @@ def measure(policy, regions, format, seed: int) -> dict[str, float]:
         "k3": float((d.neg().exp() + d - 1).mean()),
         "size": float(d.abs().mean()),
         "mean": float(d.mean()),
-        "mean_se": float(d.mean(1).std() / len(d) ** 0.5),
         "given": float(given.mean() / given.abs().mean()),
+        "of_token": [float(f"{x:.3g}") if x.isfinite() else None for x in of_token],
         "by_token": float((share * (means - d.mean()) ** 2).sum() / d.var()),
         "corr_own": correlation(d, own),
+        "corr_sampler": correlation(d, rollout),
         "corr_advantage": correlation(d, advantage),
-        **{
-            f"{prefix}{name}": value
-            for prefix, E, G in (("", kept["E"], kept["G"]), ("is_", kept["isE"], kept["isG"]))
-            for name, value in (
-                ("bias2", off_diagonal(E, E)),
-                ("error2", float(E.pow(2).sum(1).mean())),
-                ("signal2", off_diagonal(G, G)),
-                ("gradient2", float(G.pow(2).sum(1).mean())),
-                ("cross", off_diagonal(E, G)),
-            )
-        },
+        **directions(kept["E"], kept["G"]),
+        **{f"is_{name}": value for name, value in directions(kept["isE"], kept["isG"]).items()},
     }
 
 
-def of_seed(settings: e.Settings, steps: list[int]) -> list[dict]:
+def of_seed(settings: e.Settings, steps: list[int], batches: int) -> list[dict]:
     """Return a seed's rows: one per checkpoint and case."""
     torch.set_num_threads(1)
     rows, format = [], settings.format
@@ -171,9 +215,13 @@ def of_seed(settings: e.Settings, steps: list[int]) -> list[dict]:
             torch.Generator().manual_seed(8),
         )[0]  # fmt: skip
         landing = scores(rounded(policy, "none", format), settings.bits, ids)
+        sampler = rounded(policy, "all", format)
+        shared = drawn(sampler, settings.seed, batches)
         for case, regions in CASES.items():
-            row = dict(steps=done, seed=settings.seed, region=case, landing=landing.get(case))
-            rows.append({**row, **measure(policy, regions, format, settings.seed)})
+            row = dict(steps=done, seed=settings.seed, region=case)
+            if case == "all four":
+                row["landing"] = {point: float(f"{score:.3g}") for point, score in landing.items()}
+            rows.append({**row, **measure(policy, regions, sampler, shared, format)})
             print({k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
     return rows
 
@@ -185,17 +233,18 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arm", default="none")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 300, 900])
+    parser.add_argument("--batches", type=int, default=96, help=f"of {PER_BATCH} prompts, for each case")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "outputs/collapse/why.json")
     options = parser.parse_args()
     runs = [e.Settings(options.arm, options.bits, options.lr, s, max(options.steps)) for s in range(options.seeds)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        found = pool.starmap(of_seed, [(run, options.steps) for run in runs], chunksize=1)
+        found = pool.starmap(of_seed, [(run, options.steps, options.batches) for run in runs], chunksize=1)
     rows = [
         {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         for step in options.steps for of in found for row in of if row["steps"] == step
     ]  # fmt: skip
     keep = {k: v for k, v in vars(runs[0]).items() if k not in ("seed", "steps")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    report.write_json(options.out, {**keep, "batches": BATCHES, "sequences": PER_BATCH * e.GROUP, "rows": rows})
+    report.write_json(options.out, {**keep, "batches": options.batches, "sequences": PER_BATCH * e.GROUP, "rows": rows})
     print(json.dumps(dict(rows=len(rows), path=str(options.out))))

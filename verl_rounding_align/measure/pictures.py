@@ -21,12 +21,12 @@ def _svg(figure) -> str:
     return out.getvalue()
 
 
-def _axes(width: float, height: float, columns: int = 1, **options):
+def _axes(width: float, height: float, columns: int = 1, rows: int = 1, **options):
     from matplotlib.figure import Figure as Canvas
 
     figure = Canvas(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns, **options)
-    for ax in [axes] if columns == 1 else axes:
+    axes = figure.subplots(rows, columns, **options)
+    for ax in figure.axes:
         ax.spines[["top", "right"]].set_visible(False)
     return figure, axes
 

@@ -35,7 +35,7 @@ def add(delta: torch.Tensor, residual: torch.Tensor, rnd: Rounding) -> torch.Ten
         rnd: which of ``POINTS`` are stored.
     """
     total = up(delta) + up(residual)
-    return rnd.store(total, delta.dtype) if rnd.stores("sum") and rnd.stores("carry") else total
+    return rnd("sum", total, delta.dtype) if rnd.stores("carry") else total
 
 
 def rms_norm(total: torch.Tensor, weight: torch.Tensor, eps: float, rnd: Rounding, dtype: torch.dtype) -> torch.Tensor:
