@@ -71,7 +71,7 @@ def test_the_command_runs_a_grid_on_several_processes_and_shows_it(tmp_path):
     assert (tmp_path / "smoke.reward.svg").read_text().startswith("<?xml")
     columns = (tmp_path / "smoke.reward_seeds.svg").read_text()
     assert all(f">{arm} (1)<" in columns for arm in ("none", "rope", "paper", "all", "same", "tis", "bit"))
-    assert not (tmp_path / "smoke.widths.svg").exists()  # one width
+    assert not (tmp_path / "smoke.widths_seeds.svg").exists()  # one width
 
 
 def test_the_fast_variant_runs_and_fails_where_alignment_does_not_lower_the_mismatch(tmp_path):

@@ -106,13 +106,14 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, help="of every run, instead of the grid's own")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    import pictures
     import table
 
     out = options.out or HERE.parents[1] / f"outputs/collapse/{options.grid}.jsonl"
     grid = [replace(chosen, steps=options.steps or chosen.steps) for chosen in GRIDS[options.grid]]
     rows = execute(grid, out, options.workers)
     table.show(rows, [run for runs in table.stored().values() for run in runs])
-    for name, svg in table.pictures(rows).items():
+    for name, svg in (pictures.arm_pictures(rows) | pictures.width_pictures(rows)).items():
         out.with_suffix(f".{name}.svg").write_text(svg)
     print(f"kept in {out}, pictures beside it")
     if options.grid == "fast":

@@ -7,7 +7,7 @@ import math
 import sys
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -15,9 +15,7 @@ sys.path.insert(0, str(HERE))
 import why_tables  # noqa: E402
 from outcomes import (  # noqa: E402
     DROP,
-    LONG,
     ORDER,
-    SHORT,
     binomial,
     fisher,
     garwood,
@@ -28,12 +26,13 @@ from outcomes import (  # noqa: E402
     paired,
     rate_model,
     until,
-    windows,
 )
+from pictures import BANDS, SHADES, arm_pictures, width_pictures  # noqa: E402
 
 from verl_rounding_align import report  # noqa: E402
 
-COLOURS = dict(zip(ORDER, ("#d95f02", "#7570b3", "#66a61e", "#1b9e77", "#4c4c4c", "#a6761d", "#e7298a"), strict=True))
+SMALL = 4  # bits from which on errors are taken to be small
+FITTED = 5  # bits up to which first falls are fitted: the widths with ten seeds
 REWARDS = (
     "bits", "lr", "steps", "arm", "seeds", "start", "peak", "final (lowest to highest)", "drop",
     "final less `none`, 95 %", "drop less `none`, 95 %",
@@ -191,45 +190,6 @@ def falls(runs: list[dict]) -> str:
     )
 
 
-# ---- pictures
-
-SMALL = 4  # bits from which on errors are taken to be small
-FITTED = 5  # bits: the widths with ten seeds
-BANDS = ("none", "all")
-SHADES = {3: "#7f2704", 4: "#d95f02", 5: "#fd8d3c", 6: "#9ecae1", 7: "#4292c6", 8: "#08306b"}  # of bits
-
-
-def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], title: str) -> str:
-    """Return SVG: reward and k3 against the step, mean over seeds, the range over seeds of those in ``bands``.
-
-    Args:
-        series: label: (colour, runs); a label is followed by the number of seeds in the legend.
-    """
-    from verl_rounding_align.measure.pictures import _axes, _svg
-
-    figure, panels = _axes(10, 4, columns=2)
-    for panel, name in zip(panels, ("reward", "k3"), strict=True):
-        for label, (colour, runs) in series.items():
-            curves = [windows(r["rows"], name, SHORT) for r in runs]
-            if not curves or not any(v for c in curves for _, v in c):  # exactly zero: not on a logarithmic axis
-                continue
-            steps = [s for s, _ in max(curves, key=len)]
-            values = [[c[i][1] for c in curves if i < len(c)] for i in range(len(steps))]  # of runs still there
-            panel.plot(steps, [mean(v) for v in values], color=colour, label=f"{label} ({len(curves)})")
-            if label in bands:  # seven bands on top of each other hide all of them
-                panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12)
-        panel.set_xlabel("step")
-    panels[0].set_ylabel("reward: share of right digits")
-    panels[1].set_ylabel("k3 per token, sampler against trainer")
-    panels[1].set_yscale("log")
-    panels[1].set_ylim(bottom=1e-5)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=7
-    )
-    panels[0].set_title(title, loc="left", fontsize=10)
-    return _svg(figure)
-
-
 def slopes(found: dict, kernel: str) -> dict[str, list[float]]:
     """Return {arm: least-squares slope of log2 k3 against bits, from ``SMALL`` on, for each seed}, of arms whose k3 are all
     positive."""
@@ -271,80 +231,18 @@ def real(found: dict) -> str:
         o = outcome({"rows": rows})
         numbers = [f"{o[name]:.2f}" for name in ("start", "peak", "final", "drop")]
         end = "no" if o["collapse"] is None else f"at step {o['collapse']}"
-        lines.append([arm, rows[-1]["step"], *numbers, end, f"{o['k3_start']:.1e}", f"{o['k3_end']:.1e}"])
+        halves = [[r["k3"] for r in part] for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]
+        k3 = [f"{mean(half):.2g} ± {stdev(half) / math.sqrt(len(half)):.1g}" for half in halves]
+        lines.append([arm, rows[-1]["step"], *numbers, end, f"{o['k3_start']:.2g}", *k3, f"{o['k3_end']:.2g}"])
     columns = (
-        "arm",
-        "steps",
-        "start",
-        "peak",
-        "final",
-        "drop",
-        "collapsed",
-        "k3, first 50 steps",
-        "k3, last 100 steps",
-    )
+        "arm", "steps", "start", "peak", "final", "drop", "collapsed", "k3, first 50 steps", "first half", "second half",
+        "last 100",
+    )  # fmt: skip
     made = ", ".join(f"{name} {found['versions'][name]}" for name in ("verl", "vllm", "torch", "transformers"))
-    return report.markdown(columns, lines) + f"\n\nlr {found['lr']:g}, one seed; CPU, {made}."
-
-
-def small_multiples(series: dict[str, tuple[str, list[dict]]], title: str) -> str:
-    """Return SVG: a column per label, reward above k3; thin lines are runs, the band their range, the thick line their mean.
-
-    The first label's mean is dashed in every other column. Windows are of ``LONG`` steps.
-    """
-    from verl_rounding_align.measure.pictures import _axes, _svg
-
-    series = {label: found for label, found in series.items() if found[1]}
-    figure, panels = _axes(2.1 * len(series), 5, columns=len(series), rows=2, sharex=True, sharey="row", squeeze=False)
-    reference = None
-    for (label, (colour, runs)), column in zip(series.items(), zip(*panels, strict=True), strict=True):
-        means = []
-        for panel, name in zip(column, ("reward", "k3"), strict=True):
-            curves = [windows(r["rows"], name, LONG) for r in runs]
-            steps = [s for s, _ in max(curves, key=len)]
-            values = [[c[i][1] for c in curves if i < len(c)] for i in range(len(steps))]  # of runs still there
-            means.append((steps, [mean(v) for v in values]))
-            if name == "k3" and not any(map(any, values)):  # exactly zero: not on a logarithmic axis
-                panel.text(0.5, 0.5, "0", transform=panel.transAxes, color=colour, ha="center")
-                continue
-            panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15)
-            for curve in curves:
-                panel.plot(*zip(*curve, strict=True), color=colour, linewidth=0.5, alpha=0.6)
-            panel.plot(*means[-1], color=colour, linewidth=2)
-        for panel, line in zip(column, reference or (), strict=False):
-            panel.plot(*line, color=next(iter(series.values()))[0], linewidth=1, linestyle="--")
-        reference = reference or means
-        column[0].set_title(f"{label} ({len(runs)})", color=colour, fontsize=10)
-        column[1].set_xlabel("step")
-    panels[0][0].set_ylabel("reward: share of right digits")
-    panels[1][0].set_ylabel("k3 per token")
-    panels[1][0].set_yscale("log")
-    panels[1][0].set_ylim(bottom=1e-5)
-    figure.suptitle(f"{title}; dashed: {next(iter(series))}", x=0.01, ha="left", fontsize=10)
-    return _svg(figure)
-
-
-def pictures(runs: list[dict]) -> dict[str, str]:
-    """Return {name: SVG} of runs: every arm at the settings that most arms have; arm ``none`` against bits if they differ.
-
-    Each with all seeds in a column of its own (``_seeds``), and all in one panel.
-    """
-    cells = grouped(runs)
-    bits, lr = max(cells, key=lambda cell: len(cells[cell]))
-    here = [r for r in runs if (r["bits"], r["lr"]) == (bits, lr)]
-    arms = {arm: (COLOURS[arm], [r for r in here if r["arm"] == arm]) for arm in ORDER}
-    none = [r for r in runs if r["arm"] == "none" and r["lr"] == lr]
-    widths = {f"p{b}": (colour, [r for r in none if r["bits"] == b]) for b, colour in SHADES.items()}
-    band = f"mean over seeds (number), range of {' and '.join(BANDS)}"
-    each = "mean over seeds (number), range, and each run"
-    drawn = {
-        "reward": picture(arms, BANDS, f"{bits} significant bits, lr {lr:g}: {band}"),
-        "reward_seeds": small_multiples(arms, f"{bits} significant bits, lr {lr:g}: {each}"),
-    }
-    if len({r["bits"] for r in none}) > 1:
-        drawn["widths"] = picture(widths, (), f"arm none, lr {lr:g}, by significant bits: mean over seeds (number)")
-        drawn["widths_seeds"] = small_multiples(widths, f"arm none, lr {lr:g}, by significant bits: {each}")
-    return drawn
+    return (
+        f"{report.markdown(columns, lines)}\n\n{found['steps']} steps an arm (whole windows of 25 are shown) in {found['minutes']:g} "
+        f"minutes, verl's starts included; lr {found['lr']:g}, seed {found['seed']}; ±: standard error over windows; CPU, {made}."
+    )
 
 
 def stored() -> dict[str, list[dict]]:
@@ -415,7 +313,7 @@ def files() -> dict[Path, str]:
         page = report.filled(page, name, text)
     for name in ("differences", "tokens", "landing", "gradients"):
         reason = report.filled(reason, name, getattr(why_tables, name)(read["why"]))
-    drawn = pictures(main + [r for r in widths if r["bits"] != base["bits"]])
+    drawn = arm_pictures(main) | width_pictures(widths)
     return {HERE / "README.md": page, HERE / "WHY.md": reason} | {HERE / f"{n}.svg": svg for n, svg in drawn.items()}
 
 
