@@ -134,25 +134,23 @@ def show(runs: list[dict], stored: list[dict]) -> None:
 # ---- falls against bits
 
 
-def said(values: tuple, form: str = ".2g") -> str:
-    """Return a figure with its interval; what is not determined is a question mark.
+def steps_per(rate: float | None, low: float | None, high: float | None) -> str:
+    """Return a rate per 1,000 steps with its interval as steps per event; what is not determined has no bound.
 
-    >>> said((0.5, None, 2.0)), said((None, None, 0.01))
-    ('0.5 [?, 2]', '? [?, 0.01]')
+    >>> steps_per(0.5, 0.1, 2.0), steps_per(0.0, 0.0, 0.37), steps_per(None, None, None)
+    ('2,000 [500, 10,000]', 'at least 2,700', '?')
     """
-    value, low, high = ("?" if v is None else format(v, form) for v in values)
-    return f"{value} [{low}, {high}]"
+    value, most, least = (f"{float(f'{1000 / x:.2g}'):,.0f}" if x else None for x in (rate, low, high))
+    if least is None:
+        return "?"
+    if most is None:
+        return f"at least {least}"
+    return f"{value} [{least}, {most}]"
 
 
 def events(outcomes: list[dict]) -> tuple[int, float]:
     """Return (first falls, thousands of steps before them or the end)."""
     return sum(o["fall"] is not None for o in outcomes), sum(o["fall"] or o["steps"] for o in outcomes) / 1000
-
-
-def rate(k: int, exposure: float) -> str:
-    """Return events per unit of exposure with the exact 95 % interval, as text."""
-    low, high = garwood(k, exposure)
-    return f"{k / exposure:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def falls(runs: list[dict]) -> str:
@@ -167,26 +165,28 @@ def falls(runs: list[dict]) -> str:
     for b, (k, exposure) in counts.items():
         growth = [o["k3_end"] / o["k3_start"] for o in none[b]]
         lines.append([
-            f"p{b}", str(len(none[b])), f"{k} in {exposure:.1f}", rate(k, exposure), said(rates[b]),
+            f"p{b}", str(len(none[b])), f"{k} in {1000 * exposure:,.0f}", steps_per(k / exposure, *garwood(k, exposure)),
+            steps_per(*rates[b]),
             f"{mean(o['k3_start'] for o in none[b]):.2g}", f"{mean(o['k3_end'] for o in none[b]):.2g}",
             f"{median(growth):.1f}", f"{sum(g > 1 for g in growth)} of {len(growth)}",
             f"{mean(o['final'] for o in none[b]):.2f}",
         ])  # fmt: skip
     text = report.markdown(
-        ("bits", "runs", "first falls in 1,000 steps run until then", "first falls per 1,000 steps, 95 %",
-         f"the same by the fit to p3 to p{FITTED}, 95 %", "k3, first 50 steps", "k3, last 100", "growth, median", "grew in", "final"),
+        ("bits", "runs", "first falls in steps run until then", "steps per first fall, 95 %",
+         f"the same by the fit to p3 to p{FITTED}", "k3, first 50 steps", "k3, last 100", "growth, median", "grew in", "final"),
         lines
     )  # fmt: skip
-    factor = said(tuple(None if x is None else math.exp(x) for x in slope))
+    factor = ["?" if x is None else f"{math.exp(-x):.1f}" for x in slope]
     controls = []
     for arm, widths in cells.items():
         k, exposure = events([o for of in widths.values() for o in of])
+        where = " and ".join(f"p{b}" for b in widths)
         controls.append(
-            f"`{arm}` at {' and '.join(f'p{b}' for b in widths)}: {k} in {exposure:.1f}, {rate(k, exposure)}"
+            f"`{arm}` at {where}: {k} in {1000 * exposure:,.0f}, {steps_per(k / exposure, *garwood(k, exposure))}"
         )
     return (
-        f"{text}\n\nOne bit more changes the rate of first falls by a factor of {factor}, by the fit. Other arms, first falls in "
-        f"1,000 steps, per 1,000: {'; '.join(controls)}."
+        f"{text}\n\nBy the fit one bit more makes steps per first fall longer by a factor of {factor[0]} [{factor[2]}, {factor[1]}]. "
+        f"Other arms, first falls in steps run until then and steps per fall: {'; '.join(controls)}."
     )
 
 
