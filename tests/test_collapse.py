@@ -202,12 +202,17 @@ def test_what_counts_do_not_determine_is_no_number(recipe):
     none = [dict(arm="none", bits=3, lr=1.0, seed=0, steps=100, **run_of([0.5, 0.9, 0.9, 0.9]))]
     text = table.falls(none)  # one width, no fall
     assert "| p3 | 1 | 0 in 100 | at least 27 | ? |" in text and "factor of ? [?, ?]" in text
+    falls = run_of([0.5, 0.9, 0.5, 0.5])["rows"]
+    some = [{**none[0], "bits": b, "rows": falls if b == 3 else none[0]["rows"]} for b in (3, 4, 8)]
+    more = [*some, {**none[0], "bits": 8, "seed": 1, "rows": falls}]  # beyond the widths that are fitted
+    factor = [table.falls(runs).split("by a factor of ")[1] for runs in (some, more)]
+    assert factor[0] == factor[1] and "p8 | 2 | 1 in" in table.falls(more)
     with pytest.raises(ValueError, match="two runs of none, 3 bits, lr 1.0, seed 0"):
         table.table(none * 2)
 
 
 def test_examples_of_the_recipes_statistics(recipe):
-    for name, least in (("outcomes", 7), ("table", 1), ("why_tables", 3)):
+    for name, least in (("outcomes", 7), ("table", 1), ("why_tables", 4)):
         found = doctest.testmod(recipe(name))
         assert found.failed == 0 and found.attempted >= least
 
@@ -254,6 +259,115 @@ def test_the_page_is_what_the_results_give(recipe):
             assert path.exists() and text.startswith("<?xml")
             continue
         assert path.read_text() == text, f"{path.name}: run recipes/collapse/table.py"
+
+
+# ---- what rounding does to gradients
+
+
+def test_products_between_batches_are_exact_with_and_without_any_batch(recipe):
+    why, g = recipe("why"), torch.Generator().manual_seed(0)
+    a, b = (torch.randn(7, 5, generator=g) for _ in range(2))
+    found = why.Products(a, b)
+    pairs = [(a[i] @ b[j]).item() for i in range(7) for j in range(7) if i != j]
+    assert found.mean == pytest.approx(sum(pairs) / 42, rel=1e-5)
+    assert found.mean != pytest.approx(float((a @ b.T).mean()), rel=1e-3)  # with b = c noise would count
+    for i in range(7):
+        rest = [j for j in range(7) if j != i]
+        assert found.without[i].item() == pytest.approx(why.Products(a[rest], b[rest]).mean, rel=1e-5)
+    assert why.Products(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])).mean == pytest.approx(
+        11 / 3
+    )
+
+
+def test_a_known_bias_is_found_and_noise_is_none(recipe):
+    """An error that is a quarter of each gradient, against it; and one at right angles to all."""
+    why, g = recipe("why"), torch.Generator().manual_seed(0)
+    gradients = torch.cat([torch.randn(20, 30, generator=g) + 1, torch.zeros(20, 30)], 1)
+    found = why.directions(-0.25 * gradients, gradients)
+    assert found["cross"] / found["signal2"] == pytest.approx(-0.25) and found["projection_se"] < 1e-7
+    assert found["bias2"] == pytest.approx(found["signal2"] / 16)
+    away = why.directions(gradients.flip(1), gradients)
+    assert away["cross"] == 0 < away["bias2"]
+    noise = why.directions(torch.randn(20, 60, generator=g), gradients)
+    assert noise["error2"] == pytest.approx(60, rel=0.2) and abs(noise["bias2"]) < 3 * noise["bias2_se"] < 10
+    assert noise["bias2_se"] > 0 < noise["projection_se"]
+
+
+def test_a_digits_departure_is_its_mean_less_that_of_all(recipe):
+    why, g = recipe("why"), torch.Generator().manual_seed(0)
+    digit = torch.randint(0, 10, (400, 5), generator=g)
+    d = torch.randn(400, 5, generator=g) * 0.1 + 0.5 * (digit == 3)
+    value, error = why.departure(d, digit == 3, 40)
+    assert value == pytest.approx((d[digit == 3].mean() - d.mean()).item(), rel=2e-3) and 0.4 < value < 0.5
+    assert 0.003 < error < 0.03
+    value, error = why.departure(d, digit == 4, 40)
+    assert value < 0 and abs(value) < 0.1
+    assert why.departure(d, digit == 11, 40) is None
+
+
+@pytest.fixture
+def start(recipe):
+    """A policy with its weights stored at 3 bits, and the format."""
+    from verl_rounding_align import formats
+
+    e = recipe("experiment")
+    settings, policy = e.Settings("none", 3, 2e-3, 0, steps=0), e.pretrained(0, 3)
+    formats.store_parameters(policy, settings.format)
+    return policy, settings.format
+
+
+def test_an_aligned_trainer_has_no_error_and_any_other_has(recipe, start):
+    why, (policy, format) = recipe("why"), start
+    sampler = why.rounded(policy, "all", format)
+    batches = why.drawn(sampler, 1, 3)
+    found = why.measure(policy, "all", sampler, batches, format)
+    assert {found[n] for n in ("k3", "size", "mean", "bias2", "error2", "cross")} == {0} and found["signal2"] != 0
+    for case, regions in why.CASES.items():
+        found = why.measure(policy, regions, sampler, batches, format)
+        assert found["k3"] > 0 < found["error2"], case
+
+
+def test_landing_scores_count_what_a_point_stores_and_a_sum_once(recipe, start, monkeypatch):
+    """Values all at one place score 1, evenly spread ones 0; a sum that is stored already does not count again."""
+    from verl_rounding_align.rounding import Rounding
+
+    why, (policy, format) = recipe("why"), start
+    rnd, one = Rounding({"sum", "carry", "act", "qk_norm"}, format), torch.full((64,), 1.0 + 2**-5)
+    even = (torch.arange(1 << 16, dtype=torch.int32) * 32 + 0x3F800000).view(torch.float32)
+
+    def forward(policy, ids):
+        stored = rnd("sum", even, torch.float32)
+        rnd("carry", rnd("sum", stored, torch.float32), torch.float32)
+        rnd("act", one, torch.float32)
+        rnd("qk_norm", stored, torch.float32)  # no sum: counts, though all of it is stored already
+        rnd("normed", one, torch.float32)  # not stored
+
+    monkeypatch.setattr(why.e, "log_probs", forward)
+    found = why.scores(policy, 3, None)
+    assert found == {
+        "add_rms_norm sum": pytest.approx(0, abs=1e-9),
+        "carry carry": pytest.approx(0, abs=1e-9),
+        "swiglu act": pytest.approx(1),
+        "rope qk_norm": pytest.approx(1),
+    }
+    monkeypatch.undo()
+    every = why.scores(why.rounded(policy, "none", format), 3, why.e.prompts(4, torch.Generator().manual_seed(0)))
+    assert (
+        len(every) == 7
+        and every["carry carry"] == every["add_rms_norm sum"]
+        and all(0 < x <= 1 for x in every.values())
+    )
+
+
+def test_a_gradient_that_is_not_resolved_has_no_projection(recipe):
+    tables = recipe("why_tables")
+    row = dict(
+        steps=0, region="rope", seed=7, bias2=0.25, bias2_se=0.01, cross=-0.5, signal2=1.0, signal2_se=0.2, projection_se=0.1,
+        error2=1.0, gradient2=2.0, is_bias2=0.1, is_signal2=1.0, is_signal2_se=0.5,
+    )  # fmt: skip
+    said = tables.gradients({"rows": [row]})
+    assert "| 0 | rope | +0.25 | -0.50 | -1.00 | 7: -0.50 ± 0.20 | +0.50 | +0.25 |  |" in said
+    assert "| 0 | rope |  |  |  |  |  |  |  |" in tables.gradients({"rows": [{**row, "signal2_se": 0.25}]})
 
 
 # ---- the arm with a real engine

@@ -88,21 +88,17 @@ def t975(freedom: int) -> float:
     return float(stats.t.ppf(0.975, freedom))
 
 
-def interval(values: list[float], digits: int = 2) -> str:
-    """Return mean and 95 % t interval as text, of a single value that alone."""
-    found = paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
-    if found is None:
-        return f"{values[0]:+.{digits}f}"
-    return f"{found[0]:+.{digits}f} [{found[1]:+.{digits}f}, {found[2]:+.{digits}f}]"
+def center(values: list[float]) -> tuple[float, float, float] | None:
+    """Return mean and 95 % t interval, None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    half = t975(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return mean(values), mean(values) - half, mean(values) + half
 
 
 def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, float] | None:
     """Return mean and 95 % t interval of a - b over common seeds, None of fewer than two."""
-    d = [a[s] - b[s] for s in sorted(a.keys() & b.keys())]
-    if len(d) < 2:
-        return None
-    half = t975(len(d) - 1) * stdev(d) / math.sqrt(len(d))
-    return mean(d), mean(d) - half, mean(d) + half
+    return center([a[s] - b[s] for s in sorted(a.keys() & b.keys())])
 
 
 def grouped(runs: list[dict]) -> dict[tuple[int, float], dict[str, dict[int, dict]]]:

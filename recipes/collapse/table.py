@@ -17,17 +17,17 @@ from outcomes import (  # noqa: E402
     DROP,
     ORDER,
     binomial,
+    center,
     fisher,
     garwood,
     grouped,
-    interval,
     load,
     outcome,
     paired,
     rate_model,
     until,
 )
-from pictures import BANDS, SHADES, arm_pictures, width_pictures  # noqa: E402
+from pictures import BANDS, arm_pictures, width_pictures  # noqa: E402
 
 from verl_rounding_align import report  # noqa: E402
 
@@ -160,7 +160,7 @@ def falls(runs: list[dict]) -> str:
         cells[run["arm"]][run["bits"]].append(outcome(run))
     none = cells.pop("none")
     counts = {bits: events(of) for bits, of in none.items()}
-    slope, rates = rate_model({bits: of for bits, of in counts.items() if bits <= FITTED}, at=counts)
+    longer, rates = rate_model({bits: of for bits, of in counts.items() if bits <= FITTED}, at=counts)
     lines = []
     for b, (k, exposure) in counts.items():
         growth = [o["k3_end"] / o["k3_start"] for o in none[b]]
@@ -176,7 +176,7 @@ def falls(runs: list[dict]) -> str:
          f"the same by the fit to p3 to p{FITTED}", "k3, first 50 steps", "k3, last 100", "growth, median", "grew in", "final"),
         lines
     )  # fmt: skip
-    factor = ["?" if x is None else f"{math.exp(-x):.1f}" for x in slope]
+    factor = ["?" if x is None else f"{math.exp(-x):.1f}" for x in longer]
     controls = []
     for arm, widths in cells.items():
         k, exposure = events([o for of in widths.values() for o in of])
@@ -207,6 +207,11 @@ def slopes(found: dict, kernel: str) -> dict[str, list[float]]:
     return out
 
 
+def slope(values: list[float]) -> str:
+    """Return mean and interval as text, of a single value that alone."""
+    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*center(values)) if len(values) > 1 else f"{values[0]:+.2f}"
+
+
 def bits(found: dict) -> str:
     """Return the table of k3 against bits: means over seeds, slope of log2 with its interval."""
     cells = defaultdict(list)
@@ -218,7 +223,7 @@ def bits(found: dict) -> str:
         fits = slopes(found, kernel)
         for arm in dict.fromkeys(key[1] for key in cells):
             values = [f"{mean(cells[kernel, arm, b]):.2g}" for b in every]
-            lines.append([kernel, arm, *values, interval(fits[arm]) if fits.get(arm) else ""])
+            lines.append([kernel, arm, *values, slope(fits[arm]) if fits.get(arm) else ""])
     return report.markdown(
         ("sampler's attention", "arm", *(f"p{b}" for b in every), f"log2 k3 per bit from p{SMALL} on, 95 %"), lines
     )
@@ -291,15 +296,15 @@ def files() -> dict[Path, str]:
     read = {name: json.loads((HERE / f"results/{name}.json").read_text()) for name in ("why", "bits", "real_engine")}
     base = runs["default"][0]
     main = main_runs(runs)
-    more = {bits: [r for r in runs["seeds"] if r["bits"] == bits] for bits in SHADES}  # seeds 5 to 9
-    ten = [r for r in main if r["arm"] in BANDS] + more[base["bits"]]
+    more = [r for r in runs["seeds"] if r["bits"] == base["bits"]]  # seeds 5 to 9
+    ten = [r for r in main if r["arm"] in BANDS] + more
     widths = [r for r in main if r["arm"] == "same"] + ten + runs["widths"]
-    widths += [r for bits, of in more.items() if bits != base["bits"] for r in of]
+    widths += [r for r in runs["seeds"] if r["bits"] != base["bits"]]
     rates = [r for r in main if r["arm"] in BANDS] + runs["rates"]
     tables = {
         "default": table(main),
         "thresholds": thresholds(main),
-        "confirmation": table(more[base["bits"]]),
+        "confirmation": table(more),
         "ten": table(ten),
         "widths": table(widths),
         "falls": falls(widths),

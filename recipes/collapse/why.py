@@ -38,7 +38,7 @@ from verl_rounding_align import align, report  # noqa: E402
 from verl_rounding_align.regions import GROUPS  # noqa: E402
 from verl_rounding_align.rounding import Rounding  # noqa: E402
 
-CASES = {  # what T rounds as Hugging Face: the regions in which it is aligned
+CASES = {  # the groups that T rounds as Hugging Face: those in which it is aligned, that is the others
     **{group: [other for other in GROUPS if other != group] for group in GROUPS},
     "all four": "none",
     **{f"all but {group}": [group] for group in GROUPS},
@@ -69,15 +69,16 @@ def rounded(policy, regions, format):
 def scores(policy, bits: int, ids: torch.Tensor) -> dict[str, float]:
     """Return the landing score (recipes/landing) of what each point stores, at ``bits``: {"group point": median over calls}.
 
-    A residual sum that was stored before it is read (the embedding, or the sum of the layer before) is not stored again: it
-    counts where it was made, for both of its readers.
+    A residual sum counts where it is made, for both of its readers; where a norm or an add reads one that is stored already, or
+    the embedding, it does not count again.
     """
     found, original = defaultdict(list), Rounding.__call__
     group_of = {point: group for group, (_, points) in GROUPS.items() for point in points}
     drop = 24 - bits
 
     def watched(self, point, x, dtype):
-        if self.stores(point) and point != "cos_sin" and not torch.equal(self.format.round(x), x):
+        again = point in ("sum", "carry") and torch.equal(self.format.round(x), x)
+        if self.stores(point) and point != "cos_sin" and not again:
             positions = (x.detach().contiguous().view(torch.int32) & ((1 << drop) - 1)) >> max(0, drop - 16)
             histogram = np.bincount(positions.flatten().numpy(), minlength=1 << min(drop, 16))
             c = np.fft.rfft(histogram)[1:17] / histogram.sum()
@@ -149,6 +150,7 @@ def directions(errors: torch.Tensor, gradients: torch.Tensor) -> dict[str, float
     bias, signal, cross = Products(errors, errors), Products(gradients, gradients), Products(errors, gradients)
     return {
         "bias2": bias.mean,
+        "bias2_se": jackknife(bias.without),
         "error2": float(errors.pow(2).sum(1).mean()),
         "signal2": signal.mean,
         "gradient2": float(gradients.pow(2).sum(1).mean()),
@@ -158,10 +160,31 @@ def directions(errors: torch.Tensor, gradients: torch.Tensor) -> dict[str, float
     }
 
 
+def departure(d: torch.Tensor, chosen: torch.Tensor, batches: int) -> list[float] | None:
+    """Return the mean of the chosen values less that of all, and its standard error over batches.
+
+    Args:
+        d, chosen: (batches * sequences, tokens), batches one after the other.
+    """
+    values, mask = d.view(batches, -1), chosen.view(batches, -1)
+    sums, counts = (values * mask).sum(1), mask.sum(1)
+    if counts.count_nonzero() < 2:
+        return None
+    every = values.sum(1)
+
+    def without(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() - x
+
+    value = sums.sum() / counts.sum() - values.mean()
+    left = without(sums) / without(counts) - without(every) / (values.numel() - values.shape[1])
+    return [float(f"{value:.3g}"), float(f"{jackknife(left):.2g}")]
+
+
 def measure(policy, regions, sampler, batches: list[Batch], format) -> dict[str, float]:
     """Return the figures of one case: sizes and correlations of d, bias and variance of the gradient's error.
 
-    ``of_token`` is the mean signed d of each of the ``e.DIGITS`` digits, None of one that was not sampled.
+    ``of_token`` is the mean signed d of each of the ``e.DIGITS`` digits, less that of all tokens, with its standard error
+    over batches; None of one that is in fewer than two batches.
     """
     trainer, kept, differences, own = rounded(policy, regions, format), defaultdict(list), [], []
     for batch in batches:
@@ -180,12 +203,11 @@ def measure(policy, regions, sampler, batches: list[Batch], format) -> dict[str,
     advantage = torch.cat([b.advantages.expand_as(b.rollout) for b in batches]).double()
     tokens = torch.cat([b.ids[:, -e.LENGTH :] for b in batches])
     with torch.no_grad():  # given tokens: no selection by the sampler
-        ids = e.prompts(512, torch.Generator().manual_seed(1))
+        ids = e.prompts(512, torch.Generator().manual_seed(30_000))
         ids = torch.cat([ids, e.answers(ids)], 1)
         given = (e.log_probs(sampler, ids) - e.log_probs(trainer, ids)).double()
     means = torch.stack([d[tokens == t].mean() for t in tokens.unique()])
     share = torch.stack([(tokens == t).double().mean() for t in tokens.unique()])
-    of_token = [d[tokens == t].mean() for t in range(e.DIGITS)]
 
     def correlation(a, b):
         return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
@@ -195,7 +217,7 @@ def measure(policy, regions, sampler, batches: list[Batch], format) -> dict[str,
         "size": float(d.abs().mean()),
         "mean": float(d.mean()),
         "given": float(given.mean() / given.abs().mean()),
-        "of_token": [float(f"{x:.3g}") if x.isfinite() else None for x in of_token],
+        "of_token": [departure(d, tokens == t, len(batches)) for t in range(e.DIGITS)],
         "by_token": float((share * (means - d.mean()) ** 2).sum() / d.var()),
         "corr_own": correlation(d, own),
         "corr_sampler": correlation(d, rollout),
@@ -216,7 +238,7 @@ def of_seed(settings: e.Settings, steps: list[int], batches: int) -> list[dict]:
         )[0]  # fmt: skip
         landing = scores(rounded(policy, "none", format), settings.bits, ids)
         sampler = rounded(policy, "all", format)
-        shared = drawn(sampler, settings.seed, batches)
+        shared = drawn(sampler, 20_000 + settings.seed, batches)
         for case, regions in CASES.items():
             row = dict(steps=done, seed=settings.seed, region=case)
             if case == "all four":

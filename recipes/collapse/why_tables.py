@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import mean, stdev
+from statistics import mean
 
-from outcomes import paired, t975
+from outcomes import center
 
 from verl_rounding_align import report
 
@@ -21,6 +21,8 @@ GRADIENTS = (
     "bias^2, share of the squared error", "bias^2 / gradient^2, against importance weights",
 )  # fmt: skip
 Rows = list[dict]
+CLEAR = 4  # standard errors: a denominator that is known to a quarter or better
+LAST = 1 - 5e-5  # largest correlation that four stored digits tell from 1
 
 
 def by_case(found: dict) -> list[tuple[tuple[int, str], Rows]]:
@@ -32,13 +34,13 @@ def by_case(found: dict) -> list[tuple[tuple[int, str], Rows]]:
 
 
 def bounded(values: list[float]) -> str:
-    """Return mean and 95 % t interval of figures between -1 and 1, by Fisher's z, as text.
+    """Return the mean of figures between -1 and 1 with its 95 % t interval, both by Fisher's z, as text.
 
     >>> bounded([0.9, 0.95, 0.99])
     '+0.96 [+0.45, +1.00]'
     """
-    z = [math.atanh(max(-1 + 1e-9, min(1 - 1e-9, v))) for v in values]
-    found = paired(dict(enumerate(z)), dict.fromkeys(range(len(z)), 0.0))
+    z = [math.atanh(max(-LAST, min(LAST, v))) for v in values]
+    found = center(z)
     if found is None:
         return f"{values[0]:+.2f}"
     m, low, high = map(math.tanh, found)
@@ -60,17 +62,21 @@ def differences(found: dict) -> str:
 
 
 def tokens(found: dict) -> str:
-    """Return the table of the mean signed difference of each digit; means over seeds, bold where clear of zero."""
+    """Return the table of how far the mean signed difference of single digits is from that of all."""
     lines = []
     for (steps, region), rows in by_case(found):
-        cells = []
-        for values in zip(*(row["of_token"] for row in rows), strict=True):
-            seen = [v for v in values if v is not None]
-            text = f"{mean(seen):+.3f}" if seen else ""
-            center = paired(dict(enumerate(seen)), dict.fromkeys(range(len(seen)), 0.0))
-            cells.append(f"**{text}**" if center and center[1] * center[2] > 0 else text)
-        lines.append([str(steps), region, *cells])
-    return report.markdown(("steps", "rounding of", *(f"digit {i}" for i in range(len(lines[0]) - 2))), lines)
+        digits = [pair for row in rows for pair in row["of_token"] if pair is not None]
+        clear = sum(abs(value) > 1.96 * error for value, error in digits)
+        ends = [[f"{end(v for v, _ in filter(None, row['of_token'])):+.3f}" for row in rows] for end in (min, max)]
+        means = [f"{row['mean']:+.3f}" for row in rows]
+        lines.append([str(steps), region, *map(", ".join, (means, *ends)), f"{clear} of {len(digits)}"])
+    columns = (
+        "mean d, by seed",
+        "lowest digit less that, by seed",
+        "highest digit less that, by seed",
+        "digits clear of it",
+    )
+    return report.markdown(("steps", "rounding of", *columns), lines)
 
 
 def landing(found: dict) -> str:
@@ -93,19 +99,28 @@ def landing(found: dict) -> str:
 # ---- gradients
 
 
-def resolved(row: dict) -> bool:
-    """Return whether a seed's mean gradient stands clear of noise: its square by two standard errors over batches."""
-    return row["signal2"] > 2 * row["signal2_se"]
+def resolved(row: dict, prefix: str = "") -> bool:
+    """Return whether a seed's mean gradient stands clear of noise: its square by ``CLEAR`` standard errors over batches."""
+    return row[f"{prefix}signal2"] > CLEAR * row[f"{prefix}signal2_se"]
 
 
-def over_seeds(rows: Rows, ratio: Callable[[Rows], float]) -> str:
-    """Return a ratio of means over seeds with the jackknife's 95 % t interval, as text; of one or two seeds no interval."""
+def over_seeds(rows: Rows, ratio: Callable[[Rows], float]) -> tuple[float, float | None, float | None]:
+    """Return a ratio of means over seeds and the jackknife's 95 % t interval; of one or two seeds no interval.
+
+    >>> over_seeds([dict(a=1.0, b=2.0)] * 3, of("a", "b")), over_seeds([dict(a=1.0, b=2.0)], of("a", "b"))
+    ((0.5, 0.5, 0.5), (0.5, None, None))
+    """
     n = len(rows)
     if n < 3:
-        return f"{ratio(rows):+.2f}" if n else ""
-    pseudo = [n * ratio(rows) - (n - 1) * ratio(rows[:i] + rows[i + 1 :]) for i in range(n)]
-    half = t975(n - 1) * stdev(pseudo) / math.sqrt(n)
-    return f"{ratio(rows):+.2f} [{ratio(rows) - half:+.2f}, {ratio(rows) + half:+.2f}]"
+        return ratio(rows), None, None
+    _, low, high = center([n * ratio(rows) - (n - 1) * ratio(rows[:i] + rows[i + 1 :]) for i in range(n)])
+    half = (high - low) / 2
+    return ratio(rows), ratio(rows) - half, ratio(rows) + half
+
+
+def text(value: float, low: float | None, high: float | None) -> str:
+    """Return a figure, with its interval if there is one."""
+    return f"{value:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
 
 
 def of(top: str, bottom: str) -> Callable[[Rows], float]:
@@ -113,27 +128,29 @@ def of(top: str, bottom: str) -> Callable[[Rows], float]:
     return lambda rows: mean(r[top] for r in rows) / mean(r[bottom] for r in rows)
 
 
-def cosine(rows: Rows) -> float:
-    """Return the cosine between bias and gradient, of means over seeds; NaN where the bias has no positive square.
+def cosine(rows: Rows) -> str:
+    """Return the cosine between the mean bias and gradient, as text; nothing where the bias of a seed is not clear of zero.
 
-    >>> exact = dict(bias2=0.25, signal2=1.0, cross=-0.5)
-    >>> cosine([exact, exact]), cosine([exact, {**exact, "bias2": -0.25}])
-    (-1.0, nan)
+    >>> exact = dict(bias2=0.25, bias2_se=0.01, signal2=1.0, cross=-0.5)
+    >>> cosine([exact, exact]), cosine([exact, {**exact, "bias2_se": 0.2}])
+    ('-1.00', '')
     """
+    if not all(r["bias2"] > 2 * r["bias2_se"] for r in rows):
+        return ""
     bias, signal, cross = (mean(r[name] for r in rows) for name in ("bias2", "signal2", "cross"))
-    return cross / math.sqrt(bias * signal) if bias > 0 < signal else math.nan
+    return f"{cross / math.sqrt(bias * signal):+.2f}"
 
 
 def gradients(found: dict) -> str:
     """Return the table of what rounding does to the policy gradient; ratios of means over seeds with a gradient."""
     lines = []
     for (steps, region), every in by_case(found):
-        rows = [r for r in every if resolved(r)]
-        size, sign = (over_seeds(rows, of(name, "signal2")) for name in ("bias2", "cross"))
-        angle = over_seeds(rows, cosine) if rows and "[-" not in size else ""
+        rows, weighted = ([r for r in every if resolved(r, prefix)] for prefix in ("", "is_"))
         by_seed = [f"{r['seed']}: {r['cross'] / r['signal2']:+.2f} ± {1.96 * r['projection_se']:.2f}" for r in rows]
+        first, last = [("bias2", "signal2"), ("cross", "signal2")], [("error2", "gradient2"), ("bias2", "error2")]
+        cells = [text(*over_seeds(rows, of(*pair))) if rows else "" for pair in first + last]
         lines.append([
-            str(steps), region, size, sign, "" if "nan" in angle else angle, ", ".join(by_seed),
-            *(over_seeds(rows, of(*pair)) for pair in (("error2", "gradient2"), ("bias2", "error2"), ("is_bias2", "is_signal2"))),
+            str(steps), region, *cells[:2], cosine(rows) if rows else "", ", ".join(by_seed), *cells[2:],
+            text(*over_seeds(weighted, of("is_bias2", "is_signal2"))) if weighted else "",
         ])  # fmt: skip
     return report.markdown(GRADIENTS, lines)
