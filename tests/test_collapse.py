@@ -177,6 +177,15 @@ def test_outcomes_are_as_the_page_defines_them(recipe):
     assert just["collapse"] == 100
 
 
+def test_a_picture_has_no_mean_that_lacks_a_run_which_diverged(recipe):
+    pictures = recipe("pictures")
+    runs = [run_of([0.5, 0.7] * 4), run_of([0.3, 0.3] * 2)]
+    curves, steps, values = pictures.over_runs(runs, "reward", 50)
+    assert [len(c) for c in curves] == [4, 2] and steps == [50, 100]
+    assert values == [(pytest.approx(0.6), pytest.approx(0.3))] * 2
+    assert pictures.small_multiples({"none": ("#000000", runs)}, "title").startswith("<?xml")
+
+
 def test_falls_against_bits_are_fitted_as_poisson_events(recipe):
     """Simulated events with a known factor per bit at 3 to 6 bits: factor and the rate at 8 bits lie in their intervals in
     about 57 of 60 samples, and a factor of 1 (no dependence) in fewer than half."""

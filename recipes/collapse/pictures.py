@@ -13,6 +13,15 @@ SHADES = {3: "#7f2704", 4: "#d95f02", 5: "#fd8d3c", 6: "#9ecae1", 7: "#4292c6", 
 BANDS = ("none", "all")
 
 
+def over_runs(runs: list[dict], name: str, size: int) -> tuple[list, list[int], list[tuple]]:
+    """Return (a curve of (step, mean) per run, steps, values of all runs at each), as far as all runs go: none that diverged
+    is missing from a mean."""
+    curves = [windows(r["rows"], name, size) for r in runs]
+    steps = [step for step, _ in max(curves, key=len)]
+    values = list(zip(*([v for _, v in curve] for curve in curves), strict=False))
+    return curves, steps[: len(values)], values
+
+
 def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], title: str) -> str:
     """Return SVG: reward and k3 against the step, mean over seeds, the range over seeds of those in ``bands``.
 
@@ -22,12 +31,10 @@ def picture(series: dict[str, tuple[str, list[dict]]], bands: tuple[str, ...], t
     figure, panels = _axes(10, 4, columns=2)
     for panel, name in zip(panels, ("reward", "k3"), strict=True):
         for label, (colour, runs) in series.items():
-            curves = [windows(r["rows"], name, SHORT) for r in runs]
-            if not curves or not any(v for c in curves for _, v in c):  # exactly zero: not on a logarithmic axis
+            if not any(row[name] for r in runs for row in r["rows"]):  # exactly zero: not on a logarithmic axis
                 continue
-            steps = [s for s, _ in max(curves, key=len)]
-            values = [[c[i][1] for c in curves if i < len(c)] for i in range(len(steps))]  # of runs still there
-            panel.plot(steps, [mean(v) for v in values], color=colour, label=f"{label} ({len(curves)})")
+            _, steps, values = over_runs(runs, name, SHORT)
+            panel.plot(steps, [mean(v) for v in values], color=colour, label=f"{label} ({len(runs)})")
             if label in bands:  # seven bands on top of each other hide all of them
                 panel.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12)
         panel.set_xlabel("step")
@@ -53,9 +60,7 @@ def small_multiples(series: dict[str, tuple[str, list[dict]]], title: str) -> st
     for (label, (colour, runs)), column in zip(series.items(), zip(*panels, strict=True), strict=True):
         means = []
         for panel, name in zip(column, ("reward", "k3"), strict=True):
-            curves = [windows(r["rows"], name, LONG) for r in runs]
-            steps = [s for s, _ in max(curves, key=len)]
-            values = [[c[i][1] for c in curves if i < len(c)] for i in range(len(steps))]  # of runs still there
+            curves, steps, values = over_runs(runs, name, LONG)
             means.append((steps, [mean(v) for v in values]))
             if name == "k3" and not any(map(any, values)):  # exactly zero: not on a logarithmic axis
                 panel.text(0.5, 0.5, "0", transform=panel.transAxes, color=colour, ha="center")
@@ -73,7 +78,8 @@ def small_multiples(series: dict[str, tuple[str, list[dict]]], title: str) -> st
     panels[1][0].set_ylabel("k3 per token")
     panels[1][0].set_yscale("log")
     panels[1][0].set_ylim(bottom=1e-5)
-    figure.suptitle(f"{title}; dashed: {next(iter(series))}", x=0.01, ha="left", fontsize=10)
+    dashed = f"; dashed: {next(iter(series))}" if len(series) > 1 else ""
+    figure.suptitle(f"{title}{dashed}", x=0.01, ha="left", fontsize=10)
     return _svg(figure)
 
 
