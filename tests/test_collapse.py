@@ -376,7 +376,7 @@ def test_a_gradient_that_is_not_resolved_has_no_projection(recipe):
     )  # fmt: skip
     said = tables.gradients({"rows": [row]})
     assert "| 0 | rope | +0.25 | -0.50 | -1.00 | 7: -0.50 ± 0.20 | +0.50 | +0.25 |  |" in said
-    assert "| 0 | rope |  |  |  |  |  |  |  |" in tables.gradients({"rows": [{**row, "signal2_se": 0.25}]})
+    assert "| 0 | rope |  |  |  |  |  |  |  |" in tables.gradients({"rows": [{**row, "signal2_se": 0.4}]})
 
 
 # ---- the arm with a real engine

@@ -38,13 +38,13 @@ DIRECTIONS = {
     for name in ("bias2", "bias2_se", "error2", "signal2", "gradient2", "cross", "signal2_se", "projection_se")
 }
 CASE = exactly(
-    steps=COUNT, seed=COUNT, region={"type": "string"}, k3=SIZE, size=SIZE, mean=SIGNED, given=UNIT,
+    steps=COUNT, seed=COUNT, region={"type": "string"}, batches=COUNT, k3=SIZE, size=SIZE, mean=SIGNED, given=UNIT,
     of_token=some({"oneOf": [{"type": "null"}, some(SIGNED, 2)]}, 10), by_token=SHARE, corr_own=UNIT, corr_sampler=UNIT, corr_advantage=UNIT,
     **DIRECTIONS,
 )  # fmt: skip
 CASE["properties"]["landing"] = {"type": "object", "minProperties": 1, "additionalProperties": SHARE}
 CASE |= {"if": {"properties": {"region": {"const": "all four"}}}, "then": {"required": ["landing"]}}
-WHY = exactly(versions=VERSIONS, **FORMAT, **SETTINGS, batches=COUNT, sequences=COUNT, rows=some(CASE))
+WHY = exactly(versions=VERSIONS, **FORMAT, **SETTINGS, sequences=COUNT, rows=some(CASE))
 
 BITS = exactly(
     sequences=COUNT,

@@ -255,20 +255,24 @@ def stored() -> dict[str, list[dict]]:
     return defaultdict(list, {path.stem: load(path) for path in sorted((HERE / "results").glob("*.jsonl"))})
 
 
-def main_runs(runs: dict[str, list[dict]]) -> list[dict]:
-    """Return the runs of every arm at the default's settings."""
-    base = runs["default"][0]
-    found = [r for n in ("default", "arms") for r in runs[n]]
-    # arm `bit` is arm `none` with one more bit (tests/test_collapse.py): not run twice
+def as_bit(runs: list[dict], base: dict) -> list[dict]:
+    """Return the runs of arm ``none`` with one more bit than ``base``, as the arm ``bit`` that they are
+    (tests/test_collapse.py): not run twice."""
     cell = ("none", base["bits"] + 1, base["lr"])
-    bit = [r for r in runs["widths"] if (r["arm"], r["bits"], r["lr"]) == cell]
-    return found + [{**r, "arm": "bit", "bits": base["bits"]} for r in bit]
+    return [{**r, "arm": "bit", "bits": base["bits"]} for r in runs if (r["arm"], r["bits"], r["lr"]) == cell]
+
+
+def main_runs(runs: dict[str, list[dict]]) -> list[dict]:
+    """Return the runs of every arm at the default's settings, of the seeds that all arms have."""
+    return runs["default"] + runs["arms"] + as_bit(runs["widths"], runs["default"][0])
 
 
 def summary() -> str:
-    """Return the table of the project's README: every arm in a few words."""
-    lines = []
-    for arm, seeds in next(iter(grouped(main_runs(stored())).values())).items():
+    """Return the table of the project's README: every arm in a few words, with all its seeds."""
+    runs, lines = stored(), []
+    base = runs["default"][0]
+    more = [r for r in runs["seeds"] if r["bits"] == base["bits"]] + as_bit(runs["seeds"], base)
+    for arm, seeds in next(iter(grouped(main_runs(runs) + more).values())).items():
         of = list(seeds.values())
         shares = [share(sum(o[name] is not None for o in of), len(of)) for name in ("collapse", "fall")]
         k3 = [f"{mean(o[name] for o in of):.2g}" for name in ("k3_start", "k3_end")]

@@ -227,20 +227,20 @@ def measure(policy, regions, sampler, batches: list[Batch], format) -> dict[str,
     }
 
 
-def of_seed(settings: e.Settings, steps: list[int], batches: int) -> list[dict]:
-    """Return a seed's rows: one per checkpoint and case."""
+def of_seed(settings: e.Settings, batches: dict[int, int]) -> list[dict]:
+    """Return a seed's rows: one per checkpoint and case; ``batches``: how many after so many steps."""
     torch.set_num_threads(1)
     rows, format = [], settings.format
-    for done, policy in checkpoints(settings, steps):
+    for done, policy in checkpoints(settings, list(batches)):
         ids = e.sample(
             rounded(policy, "all", format), e.prompts(32, torch.Generator().manual_seed(7)), 4, False,
             torch.Generator().manual_seed(8),
         )[0]  # fmt: skip
         landing = scores(rounded(policy, "none", format), settings.bits, ids)
         sampler = rounded(policy, "all", format)
-        shared = drawn(sampler, 20_000 + settings.seed, batches)
+        shared = drawn(sampler, 20_000 + settings.seed, batches[done])
         for case, regions in CASES.items():
-            row = dict(steps=done, seed=settings.seed, region=case)
+            row = dict(steps=done, seed=settings.seed, region=case, batches=batches[done])
             if case == "all four":
                 row["landing"] = {point: float(f"{score:.3g}") for point, score in landing.items()}
             rows.append({**row, **measure(policy, regions, sampler, shared, format)})
@@ -255,18 +255,26 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arm", default="none")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 300, 900])
-    parser.add_argument("--batches", type=int, default=96, help=f"of {PER_BATCH} prompts, for each case")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[96, 96, 384],
+        help=f"of {PER_BATCH} prompts, for each case; one number, or one for each of --steps",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "outputs/collapse/why.json")
     options = parser.parse_args()
+    counts = options.batches * len(options.steps) if len(options.batches) == 1 else options.batches
+    batches = dict(zip(options.steps, counts, strict=True))
     runs = [e.Settings(options.arm, options.bits, options.lr, s, max(options.steps)) for s in range(options.seeds)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        found = pool.starmap(of_seed, [(run, options.steps, options.batches) for run in runs], chunksize=1)
+        found = pool.starmap(of_seed, [(run, batches) for run in runs], chunksize=1)
     rows = [
         {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         for step in options.steps for of in found for row in of if row["steps"] == step
     ]  # fmt: skip
     keep = {k: v for k, v in vars(runs[0]).items() if k not in ("seed", "steps")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    report.write_json(options.out, {**keep, "batches": options.batches, "sequences": PER_BATCH * e.GROUP, "rows": rows})
+    report.write_json(options.out, {**keep, "sequences": PER_BATCH * e.GROUP, "rows": rows})
     print(json.dumps(dict(rows=len(rows), path=str(options.out))))

@@ -21,7 +21,7 @@ GRADIENTS = (
     "bias^2, share of the squared error", "bias^2 / gradient^2, against importance weights",
 )  # fmt: skip
 Rows = list[dict]
-CLEAR = 4  # standard errors: a denominator that is known to a quarter or better
+CLEAR = 3  # standard errors: a denominator that is known to a third or better (the jackknife errs to the safe side)
 LAST = 1 - 5e-5  # largest correlation that four stored digits tell from 1
 
 
@@ -129,13 +129,17 @@ def of(top: str, bottom: str) -> Callable[[Rows], float]:
 
 
 def cosine(rows: Rows) -> str:
-    """Return the cosine between the mean bias and gradient, as text; nothing where the bias of a seed is not clear of zero.
+    """Return the cosine between the mean bias and gradient, as text; nothing where the bias is not clear of zero: over three
+    seeds or more by the interval of its square, of fewer by two standard errors in each.
 
     >>> exact = dict(bias2=0.25, bias2_se=0.01, signal2=1.0, cross=-0.5)
-    >>> cosine([exact, exact]), cosine([exact, {**exact, "bias2_se": 0.2}])
-    ('-1.00', '')
+    >>> cosine([exact] * 3), cosine([exact]), cosine([exact, {**exact, "bias2_se": 0.2}])
+    ('-1.00', '-1.00', '')
+    >>> cosine([exact, exact, {**exact, "bias2": -0.25}])
+    ''
     """
-    if not all(r["bias2"] > 2 * r["bias2_se"] for r in rows):
+    _, low, _ = over_seeds(rows, of("bias2", "signal2"))
+    if low is None and any(r["bias2"] <= 2 * r["bias2_se"] for r in rows) or low is not None and low <= 0:
         return ""
     bias, signal, cross = (mean(r[name] for r in rows) for name in ("bias2", "signal2", "cross"))
     return f"{cross / math.sqrt(bias * signal):+.2f}"
