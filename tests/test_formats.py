@@ -94,7 +94,7 @@ def test_a_16_bit_format_is_torchs_cast(name, dtype):
     assert same_bits(parse(name).round(EVERY), EVERY.to(dtype).float())
 
 
-def test_fp16_by_integer_arithmetic():
+def test_fp16_rounds_as_fp64_arithmetic_says():
     """Every upper half of a pattern around ties: units of 2^-24 below 2^-14, infinity from half a step above 65504 on."""
     x = EVERY[EVERY.isfinite()].double().numpy()
     unit = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, -14) - 10)
