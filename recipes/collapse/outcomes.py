@@ -96,6 +96,15 @@ def center(values: list[float]) -> tuple[float, float, float] | None:
     return mean(values), mean(values) - half, mean(values) + half
 
 
+def said(value: float, low: float | None = None, high: float | None = None) -> str:
+    """Return a figure, with its interval if there is one.
+
+    >>> said(0.5, -0.1, 1.1), said(0.5)
+    ('+0.50 [-0.10, +1.10]', '+0.50')
+    """
+    return f"{value:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
+
+
 def paired(a: dict[int, float], b: dict[int, float]) -> tuple[float, float, float] | None:
     """Return mean and 95 % t interval of a - b over common seeds, None of fewer than two."""
     return center([a[s] - b[s] for s in sorted(a.keys() & b.keys())])

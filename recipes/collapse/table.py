@@ -25,6 +25,7 @@ from outcomes import (  # noqa: E402
     outcome,
     paired,
     rate_model,
+    said,
     until,
 )
 from pictures import BANDS, arm_pictures, width_pictures  # noqa: E402
@@ -52,7 +53,7 @@ def share(k: int, n: int) -> str:
 def against(arm: dict[int, dict], none: dict[int, dict], name: str) -> str:
     """Return the paired difference of an outcome over common seeds with its interval, as text."""
     d = paired(*({seed: o[name] for seed, o in of.items()} for of in (arm, none)))
-    return "" if d is None else f"{d[0]:+.2f} [{d[1]:+.2f}, {d[2]:+.2f}]"
+    return "" if d is None else said(*d)
 
 
 def reward_rows(runs: list[dict]) -> list[list[str]]:
@@ -96,10 +97,10 @@ def shortened(columns: tuple[str, ...], rows: list[list[str]]) -> str:
     """Return a Markdown table without the columns ``bits``, ``lr`` and ``steps`` that are the same in all rows, which are
     said above it."""
     same = [i for i in range(3) if len({row[i] for row in rows}) == 1]
-    said = ", ".join(f"{columns[i]} {rows[0][i]}" for i in same)
+    above = ", ".join(f"{columns[i]} {rows[0][i]}" for i in same)
     keep = [i for i in range(len(columns)) if i not in same]
     text = report.markdown([columns[i] for i in keep], [[row[i] for i in keep] for row in rows])
-    return f"*{said}*\n\n{text}" if said else text
+    return f"*{above}*\n\n{text}" if above else text
 
 
 def table(runs: list[dict]) -> str:
@@ -207,11 +208,6 @@ def slopes(found: dict, kernel: str) -> dict[str, list[float]]:
     return out
 
 
-def slope(values: list[float]) -> str:
-    """Return mean and interval as text, of a single value that alone."""
-    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*center(values)) if len(values) > 1 else f"{values[0]:+.2f}"
-
-
 def bits(found: dict) -> str:
     """Return the table of k3 against bits: means over seeds, slope of log2 with its interval."""
     cells = defaultdict(list)
@@ -223,7 +219,7 @@ def bits(found: dict) -> str:
         fits = slopes(found, kernel)
         for arm in dict.fromkeys(key[1] for key in cells):
             values = [f"{mean(cells[kernel, arm, b]):.2g}" for b in every]
-            lines.append([kernel, arm, *values, slope(fits[arm]) if fits.get(arm) else ""])
+            lines.append([kernel, arm, *values, said(*(center(fits[arm]) or fits[arm])) if fits.get(arm) else ""])
     return report.markdown(
         ("sampler's attention", "arm", *(f"p{b}" for b in every), f"log2 k3 per bit from p{SMALL} on, 95 %"), lines
     )

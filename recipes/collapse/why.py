@@ -35,6 +35,7 @@ sys.path.insert(0, str(HERE))
 import experiment as e  # noqa: E402
 
 from verl_rounding_align import align, report  # noqa: E402
+from verl_rounding_align.measure.landing import score_of  # noqa: E402
 from verl_rounding_align.regions import GROUPS  # noqa: E402
 from verl_rounding_align.rounding import Rounding  # noqa: E402
 
@@ -81,8 +82,7 @@ def scores(policy, bits: int, ids: torch.Tensor) -> dict[str, float]:
         if self.stores(point) and point != "cos_sin" and not again:
             positions = (x.detach().contiguous().view(torch.int32) & ((1 << drop) - 1)) >> max(0, drop - 16)
             histogram = np.bincount(positions.flatten().numpy(), minlength=1 << min(drop, 16))
-            c = np.fft.rfft(histogram)[1:17] / histogram.sum()
-            found[f"{group_of[point]} {point}"].append(float(np.sqrt(np.mean(np.abs(c) ** 2))))
+            found[f"{group_of[point]} {point}"].append(score_of(histogram))
         return original(self, point, x, dtype)
 
     Rounding.__call__ = watched

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from statistics import mean
 
-from outcomes import center
+from outcomes import center, said
 
 from verl_rounding_align import report
 
@@ -40,11 +40,7 @@ def bounded(values: list[float]) -> str:
     '+0.96 [+0.45, +1.00]'
     """
     z = [math.atanh(max(-LAST, min(LAST, v))) for v in values]
-    found = center(z)
-    if found is None:
-        return f"{values[0]:+.2f}"
-    m, low, high = map(math.tanh, found)
-    return f"{m:+.2f} [{low:+.2f}, {high:+.2f}]"
+    return said(*map(math.tanh, center(z) or z))
 
 
 def differences(found: dict) -> str:
@@ -86,12 +82,12 @@ def landing(found: dict) -> str:
         groups[steps, region] = rows
         for point in rows[0].get("landing", ()):
             scores[point][steps] = mean(r["landing"][point] for r in rows)
-    every = sorted({steps for of in scores.values() for steps in of})
+    every = sorted({steps for by_steps in scores.values() for steps in by_steps})
     lines = []
-    for point, of in sorted(scores.items(), key=lambda item: -item[1][every[0]]):
+    for point, by_steps in sorted(scores.items(), key=lambda item: -item[1][every[0]]):
         group, name = point.split()
         k3 = [f"{mean(r['k3'] for r in groups[steps, group]):.2g}" for steps in every]
-        lines.append([group, name, *(f"{of[steps]:.2f}" for steps in every), *k3])
+        lines.append([group, name, *(f"{by_steps[steps]:.2f}" for steps in every), *k3])
     columns = [f"score, {steps} steps" for steps in every] + [f"k3 of the group, {steps} steps" for steps in every]
     return report.markdown(("group", "point", *columns), lines)
 
@@ -116,11 +112,6 @@ def over_seeds(rows: Rows, ratio: Callable[[Rows], float]) -> tuple[float, float
     _, low, high = center([n * ratio(rows) - (n - 1) * ratio(rows[:i] + rows[i + 1 :]) for i in range(n)])
     half = (high - low) / 2
     return ratio(rows), ratio(rows) - half, ratio(rows) + half
-
-
-def text(value: float, low: float | None, high: float | None) -> str:
-    """Return a figure, with its interval if there is one."""
-    return f"{value:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
 
 
 def of(top: str, bottom: str) -> Callable[[Rows], float]:
@@ -152,9 +143,9 @@ def gradients(found: dict) -> str:
         rows, weighted = ([r for r in every if resolved(r, prefix)] for prefix in ("", "is_"))
         by_seed = [f"{r['seed']}: {r['cross'] / r['signal2']:+.2f} ± {1.96 * r['projection_se']:.2f}" for r in rows]
         first, last = [("bias2", "signal2"), ("cross", "signal2")], [("error2", "gradient2"), ("bias2", "error2")]
-        cells = [text(*over_seeds(rows, of(*pair))) if rows else "" for pair in first + last]
+        cells = [said(*over_seeds(rows, of(*pair))) if rows else "" for pair in first + last]
         lines.append([
             str(steps), region, *cells[:2], cosine(rows) if rows else "", ", ".join(by_seed), *cells[2:],
-            text(*over_seeds(weighted, of("is_bias2", "is_signal2"))) if weighted else "",
+            said(*over_seeds(weighted, of("is_bias2", "is_signal2"))) if weighted else "",
         ])  # fmt: skip
     return report.markdown(GRADIENTS, lines)

@@ -71,6 +71,22 @@ def landed(x: torch.Tensor) -> torch.Tensor:
     return (bits if bool(finite.all()) else bits[finite]) & 0xFFFF
 
 
+def score_of(counts: np.ndarray) -> float:
+    """Return the landing score of a histogram of positions; NaN of nothing.
+
+    Args:
+        counts: (positions,), of any number of equal parts of a step.
+
+    >>> score_of(np.array([5, 0, 0, 0] * 16)), score_of(np.ones(64)), score_of(np.array([3] + [0] * 63))
+    (0.5, 0.0, 1.0)
+    """
+    n = counts.sum()
+    if n == 0:
+        return math.nan
+    c = np.fft.rfft(counts.astype(np.float64))[1 : HARMONICS + 1] / n
+    return float(np.sqrt(np.mean(np.abs(c) ** 2)))
+
+
 class Counts:
     """How many values landed at each position, so far.
 
@@ -96,11 +112,7 @@ class Counts:
 
     def score(self) -> float:
         """Return the landing score; NaN of nothing."""
-        n = self.values
-        if n == 0:
-            return math.nan
-        c = np.fft.rfft(self.counts.astype(np.float64))[1 : HARMONICS + 1] / n
-        return float(np.sqrt(np.mean(np.abs(c) ** 2)))
+        return score_of(self.counts)
 
     def histogram(self, bins: int = BINS) -> list[int]:
         """Return how many values landed in each of ``bins`` equal parts of [0, 1); ``bins`` divides 65536."""
