@@ -78,7 +78,7 @@ def score_of(counts: np.ndarray) -> float:
         counts: (positions,), of any number of equal parts of a step.
 
     >>> score_of(np.array([5, 0, 0, 0] * 16)), score_of(np.ones(64)), score_of(np.array([3] + [0] * 63))
-    (0.5, 0.0, 1.0)
+    (0.25, 0.0, 1.0)
     """
     n = counts.sum()
     if n == 0:
