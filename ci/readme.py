@@ -8,9 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import gap_report
-from verl_rounding_align.measure.gap_report import interval
+from verl_rounding_align.report import pages as gap_report
+from verl_rounding_align.report import rows as report
+from verl_rounding_align.report.pages import interval
 
 ROOT = Path(__file__).resolve().parents[1]
 

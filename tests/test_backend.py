@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_fsdp import wrap
+from sharding import wrap
 from tiny import ALL, both_streams, leave, same, step, tiny, tokens
 from torch._dynamo.utils import counters
 

@@ -16,8 +16,9 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from verl_rounding_align import cli, presets
-from verl_rounding_align.presets import PRESETS
+from verl_rounding_align import cli
+from verl_rounding_align.engines import presets
+from verl_rounding_align.engines.presets import PRESETS
 
 RUN = CliRunner()
 
@@ -118,7 +119,7 @@ def ended(capsys, monkeypatch, *arguments) -> str:
     ],
 )
 def test_gap_refuses_what_is_not_there_before_an_engine_starts(model, tmp_path, capsys, monkeypatch, options, message):
-    monkeypatch.setattr("verl_rounding_align.measure.rollout.make", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setattr("verl_rounding_align.gap.rollouts.make", lambda *_: pytest.fail("vLLM was started"))
     said = ended(capsys, monkeypatch, "gap", "--model", model, "--out", tmp_path / "gap", *options)
     assert said == f"error: {message}\n" and not (tmp_path / "gap").exists()
 
@@ -142,7 +143,8 @@ def test_triage_refuses_a_checkpoint_that_is_not_there(model, capsys, monkeypatc
 
 def test_a_note_of_triage_does_not_count(monkeypatch):
     """Exit code 0 for rounding-sized with any note, 1 for a cause."""
-    from verl_rounding_align.measure import run_triage, triage
+    from verl_rounding_align.triage import detect as triage
+    from verl_rounding_align.triage import run as run_triage
 
     for cause, code in [(triage.NOT_COMPARED, 0), (triage.NOTE, 0), ("weights", 1)]:
         found = [triage.Finding(name, triage.POSSIBLE, "", "") for name in (triage.ROUNDING, cause)]
@@ -164,7 +166,7 @@ def asked(monkeypatch):
         calls.append((model, rollout))
         return dataclasses.replace(presets.get("vllm_cpu"), name="probed-1234"), "probed now, FILE"
 
-    monkeypatch.setattr("verl_rounding_align.engine.auto.probe", probe)
+    monkeypatch.setattr("verl_rounding_align.engines.auto.probe", probe)
     return calls
 
 

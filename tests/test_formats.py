@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from verl_rounding_align import align, formats, parse_plan
+from verl_rounding_align.engines.presets import PRESETS
 from verl_rounding_align.formats import parse
-from verl_rounding_align.presets import PRESETS
 from verl_rounding_align.regions import KINDS
 from verl_rounding_align.rounding import Rounding
 

@@ -79,8 +79,8 @@ def test_python_versions():
     "group, value",
     [
         ("console_scripts", "verl_rounding_align.cli:main"),
-        ("verl.plugins", "verl_rounding_align.integrations.verl_plugin"),
-        ("vllm.general_plugins", "verl_rounding_align.integrations.vllm:register"),
+        ("verl.plugins", "verl_rounding_align.integrations.verl.plugin"),
+        ("vllm.general_plugins", "verl_rounding_align.engines.vllm.plugin:register"),
     ],
 )
 def test_entry_point(group, value):

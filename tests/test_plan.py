@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from verl_rounding_align import parse_plan
-from verl_rounding_align import presets as presets_module
-from verl_rounding_align.presets import PRESETS, UNPROVEN, resolve
+from verl_rounding_align.engines import presets as presets_module
+from verl_rounding_align.engines.presets import PRESETS, UNPROVEN, resolve
 from verl_rounding_align.regions import GROUPS, KINDS, REGIONS
 
 KEY = "actor_rollout_ref.actor.rounding_align"

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from verl_rounding_align.integrations import _postimport
+from verl_rounding_align import postimport as _postimport
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_rounding_align import backend
-from verl_rounding_align.presets import PRESETS
+from verl_rounding_align.engines.presets import PRESETS
 from verl_rounding_align.regions import KINDS, REGIONS
 from verl_rounding_align.rounding import Rounding
 

@@ -30,8 +30,8 @@ def _root() -> None:
 @app.command()
 def presets(json: Json = None) -> None:
     """List the engines: the rounding points each one stores, the releases covered, and what that rests on."""
-    from . import report
-    from .presets import PRESETS
+    from .engines.presets import PRESETS
+    from .report import rows as report
 
     rows = [
         (
@@ -84,9 +84,9 @@ def plan(
     json: Json = None,
 ) -> None:
     """Print what would be patched in a model for a rollout engine; loads no weights, starts nothing."""
-    from . import report
-    from .integrations.verl import read_rollout
-    from .preview import preview, request, rollout
+    from .integrations.verl.hooks import read_rollout
+    from .report import rows as report
+    from .trainers.preview import preview, request, rollout
 
     asked = request(regions, engine, auto, rollout_config)
     if rollout_config:
@@ -113,8 +113,8 @@ def probe(
     json: Json = None,
 ) -> None:
     """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match that no preset denies."""
-    from . import report
-    from .engine import probe_vllm
+    from .engines.probe import run as probe_vllm
+    from .report import rows as report
 
     try:
         compilation = loads(compilation_config)
@@ -144,9 +144,9 @@ def sites(
     """Read from vLLM's own graph where a decoder layer stores values, beside the trainer; exit 0 if carry is decided."""
     from rich.console import Console
 
-    from . import report
-    from .engine.sites import exit_code, render, to_json
-    from .engine.sites_vllm import contradictions, run_sites
+    from .engines.schedule.site_map import exit_code, render, to_json
+    from .engines.vllm.sites import contradictions, run_sites
+    from .report import rows as report
 
     with Console(stderr=True).status("") as status:
         maps = run_sites(model, mode, layers, split, status.update)
@@ -183,8 +183,8 @@ def overhead(
     """Measure what alignment costs: interleaved with the unaligned model, ratios with intervals, memory kept."""
     from dataclasses import asdict
 
-    from . import report
-    from .measure.overhead import render, run_overhead
+    from .overhead.measure import render, run_overhead
+    from .report import rows as report
 
     rows = run_overhead(
         model,
@@ -252,7 +252,7 @@ def gap(
         return
     if model is None or out is None:
         raise ValueError("gap: --model and --out are needed; or a subcommand: score, report (see --help)")
-    from .measure.run_gap import run_gap
+    from .gap.run import run_gap
 
     run_gap(
         model,
@@ -288,13 +288,13 @@ def score(
 ) -> None:
     """Without an engine: score the rollouts that `gap` has kept, or summarise log-probs that somebody else has dumped."""
     if any((source / mode / "rollouts.safetensors").exists() for mode in ("compiled", "eager")):
-        from .measure.run_gap import rescore
+        from .gap.run import rescore
 
         if out or json:
             raise ValueError(f"{source} is a folder of `gap`: its report is written there; leave out --out and --json")
         rescore(source, model, (regions or EVERY_ARM).split(","), backend, engine, noise, layout)
     else:
-        from .measure.score_dump import score_dump
+        from .gap.dump import score_dump
 
         if model or regions or engine or layout != "batched":
             raise ValueError(
@@ -306,8 +306,8 @@ def score(
 @gap_app.command("report")
 def gap_report(folder: Annotated[Path, typer.Argument(help="folder that `gap` made")]) -> None:
     """Render everything in the folder (gap, attribution, landing, triage) as report.md and report.html."""
-    from . import report
-    from .measure import gap_report
+    from .report import pages as gap_report
+    from .report import rows as report
 
     report.show(*(section.table() for section in gap_report.sections(folder)))
     report.show(*(f"wrote {path}" for path in gap_report.write(folder)))
@@ -322,7 +322,7 @@ def attribute(
     json: Json = None,
 ) -> None:
     """Say what closes how much of the gap: Shapley values with intervals, shares, pairwise interactions."""
-    from .measure.run_gap import run_attribute
+    from .gap.run import run_attribute
 
     run_attribute(out, players.split(",") if players else None, Path(json) if json else None)
 
@@ -338,7 +338,7 @@ def landing(
     json: Json = None,
 ) -> None:
     """Measure where values land between adjacent bf16 numbers, per quantity: clustered ones round with a bias."""
-    from .measure.landing import run_landing
+    from .landing.measure import run_landing
 
     run_landing(model, text, tokens, window, json)
 
@@ -358,10 +358,10 @@ def triage(
     json: Json = None,
 ) -> None:
     """Name causes of a mismatch that are not rounding, from log-probs and settings; exit 0 if it is rounding-sized, else 1; notes (sampled-elsewhere, weights-not-compared) do not count."""
-    from . import report
-    from .measure import triage as tool
-    from .measure.run_triage import run_triage
-    from .measure.tally import VERSION
+    from .logprobs.tally import VERSION
+    from .report import rows as report
+    from .triage import detect as tool
+    from .triage.run import run_triage
 
     findings = run_triage(dump, config, model, trainer_model)
     report.show(tool.render(findings, str(dump or config or model)))
@@ -374,7 +374,7 @@ def triage(
 def main() -> None:
     """Run the command line; a value that is not legal, a file that cannot be read or written, or an engine that failed is
     one sentence: without a traceback, exit code 2."""
-    from .engine.failed import EngineFailed
+    from .engines.process import EngineFailed
 
     try:
         app()

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from . import backend as backends
-from . import formats, presets
+from . import formats
+from .engines import presets
 from .formats import Format
 from .regions import GROUPS, KINDS
 from .rounding import Rounding
@@ -183,7 +184,7 @@ def find_preset(engine: str | Mapping | presets.Preset, key: str = "engine", **k
             f"{key}='auto': the engine is probed by verl's driver or by `verl-rounding-align plan --auto`; elsewhere give "
             "the file that `verl-rounding-align probe --json` wrote, or a preset's name"
         )
-    from .engine import result
+    from .engines.probe import result
 
     return result.load(engine, key=key, **known) if result.is_file(engine) else presets.get(engine, key=key)
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import gap, rollout
-from verl_rounding_align.measure.stats import intervals, per_sequence
-from verl_rounding_align.measure.tally import k3_terms
+from verl_rounding_align.gap import measure as gap
+from verl_rounding_align.gap import rollouts as rollout
+from verl_rounding_align.logprobs.intervals import intervals, per_sequence
+from verl_rounding_align.logprobs.tally import k3_terms
+from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results" / "calibration.json"
 SEQUENCES = (12, 24, 48, 144)

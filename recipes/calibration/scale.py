@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import pairs
+from verl_rounding_align.logprobs import pairs
+from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 # not ru_maxrss, which starts at the memory of the process that starts this one

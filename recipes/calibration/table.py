@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from verl_rounding_align import report
+from verl_rounding_align.report import rows as report
 
 HERE = Path(__file__).resolve().parent
 

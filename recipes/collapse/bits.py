@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE))
 
 import experiment as e  # noqa: E402
 
-from verl_rounding_align import report  # noqa: E402
+from verl_rounding_align.report import rows as report  # noqa: E402
 
 BITS, SEEDS, PROMPTS = range(3, 9), 5, 64
 

@@ -67,7 +67,7 @@ def _one(chosen: Settings) -> dict:
 
 def execute(grid: list[Settings], path: Path, workers: int) -> list[dict]:
     """Run what is missing in ``path`` and append it there; return all rows of the grid."""
-    from verl_rounding_align import report
+    from verl_rounding_align.report import rows as report
 
     versions = {n: report.versions().get(n) for n in ("torch", "transformers", "verl-rounding-align")}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from statistics import mean, multimode
 
 from outcomes import LONG, ORDER, SHORT, grouped, windows
 
-from verl_rounding_align.measure.pictures import _axes, _svg
+from verl_rounding_align.report.pictures import _axes, _svg
 
 COLOURS = dict(zip(ORDER, ("#d95f02", "#7570b3", "#66a61e", "#1b9e77", "#4c4c4c", "#a6761d", "#e7298a"), strict=True))
 SHADES = {3: "#7f2704", 4: "#d95f02", 5: "#fd8d3c", 6: "#9ecae1", 7: "#4292c6", 8: "#08306b"}  # of bits

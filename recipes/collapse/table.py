@@ -30,7 +30,7 @@ from outcomes import (  # noqa: E402
 )
 from pictures import BANDS, arm_pictures, width_pictures  # noqa: E402
 
-from verl_rounding_align import report  # noqa: E402
+from verl_rounding_align.report import rows as report  # noqa: E402
 
 SMALL = 4  # bits from which on errors are taken to be small
 FITTED = 5  # bits up to which first falls are fitted: the widths with ten seeds

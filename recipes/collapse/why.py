@@ -34,9 +34,10 @@ sys.path.insert(0, str(HERE))
 
 import experiment as e  # noqa: E402
 
-from verl_rounding_align import align, report  # noqa: E402
-from verl_rounding_align.measure.landing import score_of  # noqa: E402
+from verl_rounding_align import align  # noqa: E402
+from verl_rounding_align.landing.measure import score_of  # noqa: E402
 from verl_rounding_align.regions import GROUPS  # noqa: E402
+from verl_rounding_align.report import rows as report  # noqa: E402
 from verl_rounding_align.rounding import Rounding  # noqa: E402
 
 CASES = {  # the groups that T rounds as Hugging Face: those in which it is aligned, that is the others

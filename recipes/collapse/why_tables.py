@@ -9,7 +9,7 @@ from statistics import mean
 
 from outcomes import center, said
 
-from verl_rounding_align import report
+from verl_rounding_align.report import rows as report
 
 DIFFERENCES = (
     "steps", "rounding of", "k3", "mean abs d", "mean d / mean abs d", "the same on given right answers",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from verl_rounding_align import report
-from verl_rounding_align.engine.probe import EXACT, Row, refute
-from verl_rounding_align.engine.result import row_from_json
-from verl_rounding_align.presets import PRESETS, Preset, resolve
-from verl_rounding_align.report import points as braces
+from verl_rounding_align.engines.presets import PRESETS, Preset, resolve
+from verl_rounding_align.engines.probe.bitwise import EXACT, Row, refute
+from verl_rounding_align.engines.probe.result import row_from_json
+from verl_rounding_align.report import rows as report
+from verl_rounding_align.report.rows import points as braces
 
 HERE = Path(__file__).parent
 COLUMNS = ("vLLM", "torch", "device, mode", "attention", "MLP", "experts", "adds", "verdict")

@@ -19,7 +19,7 @@ start = time.perf_counter()
 import verl
 middle = time.perf_counter()
 before = set(sys.modules)
-import verl_rounding_align.integrations.verl_plugin
+import verl_rounding_align.integrations.verl.plugin
 end = time.perf_counter()
 print(json.dumps([middle - start, end - middle, sorted(set(sys.modules) - before)]))
 """

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import landing
+from verl_rounding_align.landing import measure as landing
+from verl_rounding_align.report import rows as report
 
 HERE = Path(__file__).resolve().parent
 FILES = {64: "window-64", 512: "landing", 2048: "window-2048"}

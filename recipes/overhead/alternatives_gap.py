@@ -23,10 +23,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from verl_rounding_align import align, report
-from verl_rounding_align.measure import gap, rollout
-from verl_rounding_align.measure.score import score
-from verl_rounding_align.report import table
+from verl_rounding_align import align
+from verl_rounding_align.gap import measure as gap
+from verl_rounding_align.gap import rollouts as rollout
+from verl_rounding_align.gap.score import score
+from verl_rounding_align.report import rows as report
+from verl_rounding_align.report.rows import table
 
 RESULTS = Path(__file__).parent / "results" / "alternatives_gap.json"
 ENGINE = "vllm_compiled"
@@ -89,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
-    prompts = (resources.files("verl_rounding_align.measure") / "prompts.txt").read_text().split("\n")
+    prompts = (resources.files("verl_rounding_align.gap") / "prompts.txt").read_text().split("\n")
     prompts = [line.strip() for line in prompts if line.strip()]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from alternatives_gap import EMULATED
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import overhead, rollout
+from verl_rounding_align.gap import rollouts as rollout
+from verl_rounding_align.overhead import measure as overhead
+from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.json"
 QUIET = {

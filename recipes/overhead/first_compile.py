@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return worker()
-    from verl_rounding_align import report
+    from verl_rounding_align.report import rows as report
 
     rows = []
     for workers in (1, args.workers):

@@ -33,9 +33,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package need not be installed there
 
 from verl_rounding_align import backend as backends
-from verl_rounding_align import presets
-from verl_rounding_align.engine import inductor
-from verl_rounding_align.measure import overhead
+from verl_rounding_align.engines import presets
+from verl_rounding_align.engines.schedule import inductor
+from verl_rounding_align.overhead import measure as overhead
 from verl_rounding_align.regions.add_rms_norm import add, rms_norm
 from verl_rounding_align.regions.rope import rotate
 from verl_rounding_align.regions.swiglu import swiglu

@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from verl_rounding_align import report
-from verl_rounding_align.metrics import mismatch
+from verl_rounding_align.monitor.mismatch import mismatch
+from verl_rounding_align.report import rows as report
 
 SEQUENCES, LENGTH = 512, 2048  # 1,048,576 tokens
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from verl_rounding_align import report
+from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results"
 MISSING = "not measured"

@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import overhead
-from verl_rounding_align.measure import shares as profiler
+from verl_rounding_align.overhead import measure as overhead
+from verl_rounding_align.overhead import shares as profiler
+from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 1024

@@ -21,11 +21,11 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parent))
 import make_inputs as inputs
 
-from verl_rounding_align import report
-from verl_rounding_align.measure import triage as tool
-from verl_rounding_align.measure.facts import Facts
-from verl_rounding_align.measure.pairs import Pairs
-from verl_rounding_align.measure.rollout import Rollouts
+from verl_rounding_align.gap.rollouts import Rollouts
+from verl_rounding_align.logprobs.pairs import Pairs
+from verl_rounding_align.report import rows as report
+from verl_rounding_align.triage import detect as tool
+from verl_rounding_align.triage.facts import Facts
 
 TOKENS = 2000
 DRAWS = 200
@@ -269,7 +269,7 @@ def compared(model: str, n: int) -> Iterator[dict]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl_rounding_align.measure import rope, weights
+    from verl_rounding_align.engines import rope, weights
 
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     mine, matrices = weights.digest_hf(trainer), dict(trainer.named_parameters())

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl_rounding_align.measure import rollout
+from verl_rounding_align.gap import rollouts as rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "outputs" / "triage"
@@ -61,7 +61,7 @@ ROPES = {"theta x0.5": ("theta", 0.5), "theta x2": ("theta", 2.0), "theta x4": (
 
 def prompts() -> list[str]:
     """Return the prompts that come with the package."""
-    text = (resources.files("verl_rounding_align.measure") / "prompts.txt").read_text()
+    text = (resources.files("verl_rounding_align.gap") / "prompts.txt").read_text()
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
@@ -149,7 +149,7 @@ def score(
 
 def head(rollouts, sequences: int):
     """Return the first sequences alone."""
-    from verl_rounding_align.measure.rollout import Rollouts
+    from verl_rounding_align.gap.rollouts import Rollouts
 
     n = int(rollouts.offsets[sequences])
     responses = int(rollouts.response_offsets[sequences])
@@ -183,7 +183,7 @@ def load(model: str, noise: float = 0.0, rope: tuple[str, float] | None = None):
 
 def score_all(model: str) -> None:
     """Score what is not scored yet."""
-    from verl_rounding_align.measure.rollout import Rollouts
+    from verl_rounding_align.gap.rollouts import Rollouts
 
     def kept(file: Path, make) -> None:
         if not file.exists():
@@ -223,7 +223,7 @@ def store(sequences: int | None = None) -> dict[str, np.ndarray]:
 
     ``NAME/rollout``, ``NAME/trainer T``, ``NAME/offsets``, ``NAME/prompts``, ``NAME/ids`` of every run, ``fault NAME`` of scores of ``clean``.
     """
-    from verl_rounding_align.measure.rollout import Rollouts
+    from verl_rounding_align.gap.rollouts import Rollouts
 
     out = {}
     for name in [*RUNS, *(f"random {family}" for family in RANDOM)]:

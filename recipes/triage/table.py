@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from verl_rounding_align import report
-from verl_rounding_align.measure.triage import ROUNDING
+from verl_rounding_align.report import rows as report
+from verl_rounding_align.triage.detect import ROUNDING
 
 HERE = Path(__file__).parent
 COLUMNS = (

@@ -19,8 +19,8 @@ from matplotlib.patches import FancyBboxPatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from verl_rounding_align import report
-from verl_rounding_align.engine.sites import PointRow, Row, SiteMap, from_json
+from verl_rounding_align.engines.schedule.site_map import PointRow, Row, SiteMap, from_json
+from verl_rounding_align.report import rows as report
 
 HERE = Path(__file__).parent
 FILES = ("sites-smollm2.json", "sites-smollm2-split.json")

@@ -1,0 +1,807 @@
+"""Contract of the gap: per-token differences become k1, k3, mean and max |d| as defined; intervals resample whole
+sequences and comparisons are paired; the trainer's scores do not depend on how sequences are laid out beyond rounding; an
+interrupted run resumes; an engine that *is* the aligned trainer has a gap of exactly zero to it, sampled and over the whole
+vocabulary; and a report holds all that was measured, as its schema says."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from rich.progress import Progress
+from safetensors.torch import load_file
+from tiny import VOCAB, tiny, tokens
+from typer.testing import CliRunner
+
+from verl_rounding_align import align, cli, parse_plan
+from verl_rounding_align.engines.presets import get
+from verl_rounding_align.gap import arms
+from verl_rounding_align.gap import measure as gap
+from verl_rounding_align.gap import rollouts as rollout
+from verl_rounding_align.gap import run as run_gap
+from verl_rounding_align.gap.rollouts import NextTokens, Rollouts, make
+from verl_rounding_align.gap.score import LAYOUTS, score
+from verl_rounding_align.logprobs.tally import VERSION, gap_row
+from verl_rounding_align.report import pages as gap_report
+from verl_rounding_align.triage import detect as triage
+from verl_rounding_align.triage.run import read_gap, run_triage
+
+FLOORS = [title for layout, title in gap.FLOORS.items() if layout != "batched"]  # of a trainer in that layout
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny("qwen3").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Twelve sequences of 4 prompt tokens and 3 to 14 responses, as if an aligned trainer had been the engine."""
+    lengths = list(range(7, 19))
+    sequences = [tokens(1, n, seed=n)[0] for n in lengths]
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    empty = Rollouts(
+        torch.cat(sequences), offsets, torch.full((12,), 4), torch.zeros(sum(lengths) - 48), {"response_tokens": 102}
+    )
+    model = tiny("qwen3").eval()
+    align(model, "all", engine="vllm_compiled", backend="eager")
+    return replace(empty, log_probs=score(model, empty)["log_probs"])
+
+
+def test_estimators_are_as_defined():
+    d = np.array([0.1, -0.2, 0.0, 0.3])
+    row = gap_row("x", "y", d, 2 * d, np.array([0, 3, 4]))
+    assert row.tokens == 4 and row.sequences == 2
+    assert row.k1[0] == pytest.approx(0.05)
+    ratio = np.exp(-d)  # trainer over rollout probability
+    assert row.k3[0] == pytest.approx((ratio - 1 - np.log(ratio)).mean())
+    assert row.abs_mean[0] == pytest.approx(0.15) and row.abs_max == 0.3
+    base = np.exp(-2 * d)
+    assert row.k3_change[0] == pytest.approx(row.k3[0] - (base - 1 - np.log(base)).mean())
+    assert row.k3_ratio[0] == pytest.approx(row.k3[0] / (base - 1 - np.log(base)).mean())
+    assert (row.k1_change[0], row.abs_change[0]) == (pytest.approx(-0.05), pytest.approx(-0.15))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_the_models_own_log_probs(rollouts, layout):
+    model = tiny("qwen3").eval()
+    scores = score(model, rollouts, layout, batch_tokens=60)["log_probs"]
+    for i in range(len(rollouts)):
+        ids = rollouts.sequence(i)
+        log_probs = model(ids[None]).logits[0].float().log_softmax(-1)
+        expected = torch.stack([log_probs[t - 1, ids[t]] for t in range(4, len(ids))])
+        start, end = rollouts.response_offsets[i : i + 2]
+        # the same forward, with a mask: SDPA's masked kernel sums in another order, which moves logits by bf16 steps;
+        # half a step of a logit between 4 and 8 is 2^-6. Packed is an observation, not a bound: the block mask's kernel was
+        # seen to move one by two such steps
+        assert torch.allclose(scores[start:end], expected, atol=2**-6 * (4 if layout == "packed" else 1), rtol=0)
+    shifted = torch.roll(scores, 1)
+    assert (shifted - scores).abs().max() > 0.1  # the tolerance above sees a one-token shift
+
+
+def test_packed_sequences_do_not_see_each_other(rollouts):
+    """The control for the layout: without position_ids the row is one long sequence, and scores move by far more."""
+    model = tiny("qwen3").eval()
+    apart = score(model, rollouts, "single")["log_probs"]
+
+    class Forgetful(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, position_ids=None, **inputs):
+            return self.inner(**inputs)
+
+    together = score(Forgetful(), rollouts, "packed")["log_probs"]
+    assert (together - apart).abs().max() > 0.1
+
+
+def trainer(checkpoint, rollouts, folder, progress=lambda arm, n: None, layout="batched"):
+    return gap.Trainer(checkpoint, rollouts, folder, "eager", "cpu", progress, layout)
+
+
+def test_an_engine_that_is_the_aligned_trainer_has_no_gap_to_it(checkpoint, rollouts, tmp_path):
+    rows = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope", "all"], "vllm_compiled", list(gap.FLOORS))
+    none, rope, everything, *floors = rows
+    assert [r.arm for r in rows] == ["none", "rope", "all", *FLOORS]
+    assert everything.k3 == (0, 0, 0) and everything.abs_max == 0 and everything.k3_ratio == (0, 0, 0)
+    assert none.k3[0] > 0 and none.k3_ratio == (1, 1, 1) and none.k3_change == (0, 0, 0)
+    assert rope.k3[0] > 0 and rope.kind == "gap"
+    assert all(row.kind == "floor" and row.k3[0] < none.k3[0] for row in floors)
+
+
+def test_the_exact_divergence_is_that_of_the_two_distributions(checkpoint, rollouts, tmp_path):
+    """The whole distributions of an engine that is the aligned trainer: zero to it, and to the unaligned one the sum over
+    the vocabulary by its definition."""
+    at = torch.arange(0, len(rollouts.log_probs), 5)
+    offsets = torch.from_numpy(rollouts.response_offsets)
+    aligned, plain = tiny("qwen3").eval(), tiny("qwen3").eval()
+    align(aligned, "all", engine="vllm_compiled", backend="eager")
+    owner = (torch.searchsorted(offsets, at, right=True) - 1).tolist()
+
+    def distribution(model, n):  # as Trainer scores them: the whole batch, right-padded
+        found = {}
+        score(Recorder(model, found), rollouts, whole=None)
+        i = owner[n]
+        return found[tuple(rollouts.sequence(i).tolist())][int(at[n] - offsets[i]) + int(rollouts.prompts[i]) - 1]
+
+    class Recorder(torch.nn.Module):
+        def __init__(self, inner, found):
+            super().__init__()
+            self.inner, self.found = inner, found
+
+        def forward(self, input_ids, attention_mask, **more):
+            out = self.inner(input_ids, attention_mask=attention_mask, **more)
+            for row, ids, mask in zip(out.logits, input_ids, attention_mask, strict=True):
+                self.found[tuple(ids[mask.bool()].tolist())] = row.float().log_softmax(-1)
+            return out
+
+    with torch.no_grad():
+        engine = torch.stack([distribution(aligned, n) for n in range(len(at))])
+        other = torch.stack([distribution(plain, n) for n in range(len(at))])
+    rollout.save(tmp_path / "next_tokens.safetensors", vars(NextTokens(at, engine)))
+    none, everything = gap.exact(trainer(checkpoint, rollouts, tmp_path), ["all"], "vllm_compiled")
+    assert everything.kl == (0, 0, 0) and everything.total_variation == (0, 0, 0) and everything.kl_ratio == (0, 0, 0)
+    p, q = engine.double().log_softmax(-1), other.double().log_softmax(-1)  # sums of exactly 1
+    assert none.kl[0] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)
+    assert none.kl_reverse[0] == pytest.approx(float((q.exp() * (q - p)).sum(-1).mean()), rel=1e-5)
+    p, q = engine.double(), other.double()  # the control: fp32 log-probs as they are are off by more
+    assert none.kl[0] != pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)
+    assert none.kl[0] > 0 and none.positions == len(at)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_arms_are_scored_in_the_layout_that_is_asked_for(checkpoint, tmp_path, layout):
+    """An engine that is the unaligned trainer in a layout has no gap to it there, and has one in ``batched``, which is
+    then the floor; the floor of the layout itself is left out. Whole distributions are compared in that layout too."""
+    lengths, prompts = list(range(20, 44, 2)), [3 + i % 5 for i in range(12)]
+    offsets, log_probs = torch.tensor([0, *np.cumsum(lengths)]), torch.zeros(sum(lengths) - sum(prompts))
+    sequences = torch.cat([tokens(1, n, seed=n)[0] for n in lengths])
+    rollouts = Rollouts(sequences, offsets, torch.tensor(prompts), log_probs, {"response_tokens": len(log_probs)})
+    at = torch.arange(0, len(log_probs), 5)
+    noise = torch.randn(len(at), VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    rollout.save(tmp_path / "next_tokens.safetensors", vars(NextTokens(at, noise)))
+    engine = replace(rollouts, log_probs=score(tiny("qwen3").eval(), rollouts, layout)["log_probs"])
+    same = trainer(checkpoint, engine, tmp_path, layout=layout)
+    none, everything, *floors = gap.measure(same, ["all"], "vllm_compiled", list(gap.FLOORS))
+    assert none.k3 == (0, 0, 0) and none.abs_max == 0 and everything.k3[0] > 0
+    assert [r.arm for r in floors] == [title for name, title in gap.FLOORS.items() if name != layout]
+    other, *_ = gap.measure(trainer(checkpoint, engine, tmp_path), [], "vllm_compiled", [])
+    assert other.k3[0] > 0 and other.abs_max == floors[0].abs_max  # the control
+    here, there = (
+        gap.exact(trainer(checkpoint, engine, tmp_path, layout=name), [], "vllm_compiled")[0]
+        for name in (layout, "batched")
+    )
+    assert here.k3 == (0, 0, 0) != there.k3 and here.kl != there.kl
+
+
+def test_an_interrupted_measurement_resumes(checkpoint, rollouts, tmp_path):
+    first = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope"], "vllm_compiled")
+    scored = []
+    it = trainer(checkpoint, rollouts, tmp_path, lambda arm, n: scored.append(arm))
+    again = gap.measure(it, ["rope", "carry"], "vllm_compiled")
+    assert set(scored) == {"carry"}
+    assert again[:2] == first[:2]
+
+
+def test_a_score_is_kept_for_what_it_was_made_of_only(checkpoint, rollouts, tmp_path):
+    """Another checkpoint in the same folder, other rollouts, another backend, other points under a preset's name: each is
+    scored again; the same once more is not."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    folder = tmp_path / "scores"
+    folder.mkdir()
+
+    def scored(rollouts=rollouts, backend="eager", preset="vllm_compiled") -> tuple[set, float]:
+        arms_scored: set = set()
+        it = gap.Trainer(str(model), rollouts, folder, backend, "cpu", lambda arm, n: arms_scored.add(arm))
+        return arms_scored, gap.measure(it, ["rope"], preset, [])[1].k3[0]
+
+    first, k3 = scored()
+    assert first == {"none", "rope"} and scored() == (set(), k3)
+    shorter = replace(rollouts, tokens=rollouts.tokens.flip(0))
+    assert scored(rollouts=shorter)[0] == {"none", "rope"}
+    scored()
+    points = get("vllm_compiled").points | {"attention": frozenset({"cos_sin", "product"})}
+    assert scored(preset=replace(get("vllm_compiled"), points=points))[0] == {"rope"}
+    scored()
+    tiny("qwen3", seed=1).save_pretrained(model)
+    again, other = scored()
+    assert again == {"none", "rope"} and other != k3
+
+
+def test_triage_reads_scores_of_the_folders_own_rollouts_only(checkpoint, rollouts, tmp_path):
+    made_by = {"checkpoint": rollout.checkpoint_digest(Path(checkpoint))}
+    own = replace(rollouts, meta={**rollouts.meta, **made_by})
+    own.save(tmp_path)
+    assert read_gap(tmp_path) is None  # no scores yet
+    trainer(checkpoint, rollouts, tmp_path).scores("none", get("vllm_compiled"))
+    pairs, meta = read_gap(tmp_path)
+    assert meta == own.meta and len(pairs.trainer) == 102
+    for other, what in (
+        (replace(own, tokens=own.tokens.flip(0)), "rollouts"),
+        (replace(own, meta={**own.meta, "checkpoint": "another"}), "checkpoint"),
+    ):
+        other.save(tmp_path)
+        with pytest.raises(ValueError, match=f"scores of other {what} than the folder's; run `verl-rounding-align gap"):
+            read_gap(tmp_path)
+
+
+def test_arms_that_move_the_same_points_are_scored_once(checkpoint, rollouts, tmp_path):
+    scored = []
+    it = trainer(checkpoint, rollouts, tmp_path, lambda arm, n: scored.append(arm))
+    rows = gap.measure(it, ["all", "rope+swiglu+add_rms_norm+carry", "sum+normed", "add_rms_norm"], "vllm_compiled", [])
+    assert set(scored) == {"none", "all", "sum+normed"}
+    assert rows[1].k3 == rows[2].k3 != rows[3].k3 == rows[4].k3
+
+
+# ---- arms
+
+
+def test_every_subset_is_a_legal_value():
+    assert len({parse_plan(value).groups for value in arms.expand(["subsets"])}) == 15
+
+
+@pytest.mark.parametrize("engine", ["vllm_compiled", "vllm_compiled_split", "vllm_cpu"])
+def test_a_point_moves_itself_and_nothing_else(engine):
+    """At every site kind, the Rounding of a single point's arm is the trainer's but for that point."""
+    from verl_rounding_align.regions import KINDS
+
+    for point in arms.POINTS:
+        found = arms.plan(point, get(engine))
+        for kind in KINDS:
+            before, after = get("hf_eager").points[kind], get(engine).points[kind]
+            want = (before - {point}) | (after & {point})
+            assert found.rounding(kind) is None if point not in before | after else found.rounding(kind).points == want
+    together = arms.plan("+".join(arms.POINTS), get(engine))
+    assert {k: r.points for k, r in together.roundings} == {k: get(engine).points[k] for k in KINDS}
+
+
+def test_an_unknown_arm_is_an_error_that_lists_the_legal_ones():
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--regions", "rope+silu"])
+    assert str(done.exception) == (
+        "regions='silu': choose from none, rope, swiglu, add_rms_norm, carry, paper, all, qk_normed, qk_norm, cos_sin, "
+        "product, act, sum, normed, subsets (join with +)"
+    )
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--mode", "fast"])
+    assert str(done.exception) == "mode='fast': unknown mode 'fast'; choose from compiled, eager, both"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--device", "tpu"])
+    assert str(done.exception) == "device='tpu': unknown device 'tpu'; choose from cpu, cuda"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--device", "cpu", "--length", "0"])
+    assert str(done.exception) == "length=0: a response has at least 1 token"
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m", "--out", "o", "--layout", "flat"])
+    assert str(done.exception) == ("layout='flat': unknown layout 'flat'; choose from batched, single, padded, packed")
+    done = CliRunner().invoke(cli.app, ["gap", "--model", "m"])
+    assert str(done.exception) == ("gap: --model and --out are needed; or a subcommand: score, report (see --help)")
+
+
+# ---- rollouts
+
+
+def test_the_common_prefix_ends_at_the_first_token_that_differs(rollouts):
+    other = replace(rollouts, tokens=rollouts.tokens.clone(), log_probs=rollouts.log_probs + 0.5)
+    start = int(rollouts.offsets[1])
+    other.tokens[start + 4] = (other.tokens[start + 4] + 1) % VOCAB  # the first response token of sequence 1
+    other.tokens[int(rollouts.offsets[2]) + 6] += 1  # the third of sequence 2
+    d, offsets, at = gap.common(rollouts, other)
+    lengths = np.diff(rollouts.response_offsets)
+    assert np.diff(offsets).tolist() == [lengths[0], 2, *lengths[3:]]
+    assert d == pytest.approx(np.full(len(at), -0.5), abs=1e-6)
+    assert at[lengths[0]] == rollouts.response_offsets[2]
+
+
+def test_rollouts_of_other_prompts_are_not_compared(rollouts):
+    other = replace(rollouts, tokens=rollouts.tokens.clone())
+    other.tokens[int(rollouts.offsets[3])] += 1
+    with pytest.raises(ValueError, match="sequence 3 has another prompt: these rollouts do not belong together"):
+        gap.common(rollouts, other)
+
+
+def test_the_engine_against_itself_is_a_floor(checkpoint, rollouts, tmp_path):
+    rollouts.save(tmp_path)
+    rollout.save(tmp_path / "prefill.safetensors", {"log_probs": rollouts.log_probs + 0.01})
+    replace(rollouts, log_probs=rollouts.log_probs - 0.02).save(tmp_path / "scheduling")
+    rows = gap.measure(trainer(checkpoint, rollouts, tmp_path), [], "vllm_compiled", [])
+    prefill, scheduling = rows[1:]
+    assert (prefill.arm, scheduling.arm) == (gap.PREFILL_ROW, gap.VARIANTS["scheduling"][0])
+    assert prefill.k1[0] == pytest.approx(-0.01, rel=1e-3) and scheduling.k1[0] == pytest.approx(0.02, rel=1e-3)
+    assert {prefill.kind, scheduling.kind} == {"floor"}
+
+
+def test_rollouts_survive_saving_and_a_wrong_folder_is_an_error(checkpoint, rollouts, tmp_path):
+    made_by = rollout.checkpoint_digest(Path(checkpoint))
+    meta = {"checkpoint": made_by, "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+    stored = replace(rollouts, meta=meta)
+    stored.save(tmp_path)
+    loaded = make(tmp_path, checkpoint, ["unused"], 100, eager=True)
+    assert torch.equal(loaded.tokens, rollouts.tokens) and torch.equal(loaded.log_probs, rollouts.log_probs)
+    with pytest.raises(ValueError) as error:
+        make(tmp_path, checkpoint, ["unused"], 100, eager=False)
+    assert str(error.value) == (
+        f"{tmp_path} holds 102 response tokens made with {{'mode': 'eager'}}, asked for 100 with "
+        f"{{'mode': 'compiled', 'prompts': '{rollout.digest(['unused'])}'}}; choose another folder"
+    )
+    with pytest.raises(ValueError, match="made with {'prompts': "):
+        make(tmp_path, checkpoint, ["others"], 100, eager=True)
+    with pytest.raises(ValueError, match="holds 102 response tokens made with these options, asked for 500"):
+        make(tmp_path, checkpoint, ["unused"], 500, eager=True)
+
+
+def test_rollouts_belong_to_the_checkpoint_that_made_them(checkpoint, rollouts, tmp_path, monkeypatch):
+    """Wherever it lies, under whatever name; other weights under its name are another checkpoint, for ``gap`` and for
+    ``gap score``, and so is one that is not known."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(checkpoint, model)
+    meta = {"model": str(model), "mode": "eager", "response_tokens": 102, "prompts": rollout.digest(["unused"])}
+    made_by = rollout.checkpoint_digest(model)
+    replace(rollouts, meta=meta | {"checkpoint": made_by, "versions": {}}).save(out / "eager")
+    preset = {"device": "cpu", "preset": get("vllm_cpu").as_dict()}
+    (out / "eager" / run_gap.PRESET).write_text(json.dumps(preset))
+
+    def both(model: str) -> None:
+        make(out / "eager", model, ["unused"], 100, eager=True)
+        run_gap.rescore(out, model, ["none"], "eager", None, noise=False)
+
+    both(str(model))
+    both(checkpoint)  # the same weights elsewhere
+    monkeypatch.chdir(tmp_path)
+    both("model")
+    tiny("qwen3", seed=1).save_pretrained(model)
+    said = (
+        f"{out / 'eager'}: its rollouts were made by checkpoint {made_by} \\(a digest of config and weights\\), model="
+    )
+    with pytest.raises(ValueError, match=said):
+        make(out / "eager", str(model), ["unused"], 100, eager=True)
+    with pytest.raises(ValueError, match=said):
+        run_gap.rescore(out, None, ["none"], "eager", None, noise=False)
+    replace(rollouts, meta=meta).save(out / "eager")
+    said = "do not say which checkpoint made them .* another folder as --out"
+    with pytest.raises(ValueError, match=said):
+        make(out / "eager", checkpoint, ["unused"], 100, eager=True)
+    with pytest.raises(ValueError, match=said):
+        run_gap.rescore(out, checkpoint, ["none"], "eager", None, noise=False)
+    with pytest.raises(ValueError, match="model='nowhere': no folder with a config.json"):
+        make(tmp_path / "new", "nowhere", ["unused"], 100, eager=True)
+
+
+def test_arrays_that_do_not_fit_are_an_error(rollouts, tmp_path):
+    replace(rollouts, log_probs=rollouts.log_probs[1:]).save(tmp_path)
+    with pytest.raises(ValueError, match="101 log_probs for 102 response tokens"):
+        Rollouts.load(tmp_path)
+
+
+# ---- the report
+
+
+@pytest.fixture(scope="module")
+def measured(checkpoint, rollouts, tmp_path_factory):
+    """A folder as ``gap --mode both`` leaves it, but for the engine: the compiled one is the aligned trainer, the eager one
+    the unaligned trainer with another bf16 rounding of one log-prob in ten."""
+    out = tmp_path_factory.mktemp("gap")
+    versions = {"vllm": "0.30.0"}
+    plain = score(tiny("qwen3").eval(), rollouts)["log_probs"]
+    noisy = torch.where(torch.arange(len(plain)) % 10 == 0, plain.bfloat16().float(), plain)
+    for mode, log_probs in (("compiled", rollouts.log_probs), ("eager", noisy)):
+        meta = {"model": checkpoint, "checkpoint": rollout.checkpoint_digest(Path(checkpoint))}
+        meta |= {"response_tokens": 102, "versions": versions, "temperature": 1.0}
+        replace(rollouts, log_probs=log_probs, meta=meta).save(out / mode)
+        preset = get({"compiled": "vllm_compiled", "eager": "vllm_cpu"}[mode])
+        (out / mode / run_gap.PRESET).write_text(json.dumps({"device": "cpu", "preset": preset.as_dict()}))
+    at = torch.arange(0, 102, 5)
+    noise = torch.randn(len(at), VOCAB, generator=torch.Generator().manual_seed(0))
+    rollout.save(out / "compiled" / "next_tokens.safetensors", vars(NextTokens(at, noise.log_softmax(-1))))
+    done = CliRunner().invoke(cli.app, ["gap", "score", str(out), "--backend", "eager"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return out, done.output
+
+
+def schema(name: str) -> dict:
+    return json.loads((resources.files(gap.__package__) / f"{name}.schema.json").read_text())
+
+
+def test_the_json_is_as_its_schema_says(measured):
+    found = json.loads((measured[0] / "gap.json").read_text())
+    jsonschema.validate(found, schema("gap"))
+    assert found["schema_version"] == VERSION
+    for broken in ({**found, "modes": {}}, {**found, "schema_version": 99}, {**found, "device": 3}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema("gap"))
+    del found["modes"]["compiled"]["rows"][0]["k3"]
+    with pytest.raises(jsonschema.ValidationError, match="'k3' is a required property"):
+        jsonschema.validate(found, schema("gap"))
+
+
+def test_kept_rollouts_are_scored_again_without_an_engine(measured):
+    found = json.loads((measured[0] / "gap.json").read_text())
+    compiled, eager = (found["modes"][mode] for mode in ("compiled", "eager"))
+    assert (compiled["preset"], eager["preset"]) == ("vllm_compiled", "vllm_cpu")
+    assert {r["arm"]: r["k3"][0] for r in compiled["rows"]}["all"] == 0
+    assert "vLLM compiled" in measured[1] and "Noise floor" in measured[1]
+
+
+def test_two_by_two_crosses_engines_and_trainers(measured):
+    modes = json.loads((measured[0] / "gap.json").read_text())["modes"]
+    table = gap_report.two_by_two(modes)
+    assert table.columns == ("vLLM", "trainer unaligned", "trainer aligned to compiled", "trainer aligned to eager")
+    k3 = {row[0]: [float(cell.split()[0]) for cell in row[1:]] for row in table.rows}
+    assert k3["compiled"][1] == 0 < min(k3["compiled"][0], k3["compiled"][2])  # the compiled engine is that trainer
+    assert k3["eager"][0] < k3["eager"][1]  # aligned to the wrong engine is worse than unaligned
+    assert gap_report.two_by_two({"compiled": modes["compiled"]}) is None
+
+
+def test_a_report_is_one_page_with_every_table_and_picture(measured):
+    out, _ = measured
+    assert CliRunner().invoke(cli.app, ["attribute", str(out)], catch_exceptions=False).exit_code == 0
+    done = CliRunner().invoke(cli.app, ["gap", "report", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0
+    page, text = (out / "report.html").read_text(), (out / "report.md").read_text()
+    for section in gap_report.sections(out):
+        assert section.title in page and section.title in text
+        for figure in section.figures:
+            assert f"report.{figure.name}.svg" in text and (out / f"report.{figure.name}.svg").exists()
+    assert page.count("<img ") == text.count("![") >= 8
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # self-contained
+    titles = [section.title for section in gap_report.sections(out)]
+    assert titles[0].startswith("Two by two") and any(t.startswith("Exact KL") for t in titles)
+    assert any(t.startswith("Attribution") for t in titles)
+
+
+def test_attribution_over_points_takes_the_same_scores(measured):
+    """Groups are sets of points: rope's three are one player of this model whichever way they are named."""
+    out, _ = measured
+    wanted = "rope,swiglu,add_rms_norm,carry"
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", wanted], catch_exceptions=False)
+    assert done.exit_code == 0
+    found = json.loads((out / "attribution.json").read_text())
+    jsonschema.validate(found, schema("attribution"))
+    modes = found["modes"]["compiled"]
+    assert sum(p["value"][0] for p in modes["players"]) == pytest.approx(modes["whole"]["value"][0], rel=1e-12)
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "act,carry"], catch_exceptions=False)
+    assert {
+        p["players"][0] for p in json.loads((out / "attribution.json").read_text())["modes"]["compiled"]["players"]
+    } == {
+        "act",
+        "carry",
+    }
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "silu"])
+    assert str(done.exception) == (
+        "players='silu': choose from rope, swiglu, add_rms_norm, carry, qk_normed, qk_norm, cos_sin, product, act, sum, normed"
+    )
+    done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "sum,normed"], catch_exceptions=False)
+    # the eager engine stores normed as the trainer does, so that these two points' sets are among its scores
+    assert list(json.loads((out / "attribution.json").read_text())["modes"]) == ["eager"]
+    said = f"not attributed: {out / 'compiled'}, vllm_compiled: no k3 for 2 of 4 sets, sum first"
+    assert said in " ".join(done.output.split())
+
+
+def test_the_report_and_the_attribution_are_of_the_layout_scored_last(measured, tmp_path):
+    out = tmp_path / "gap"
+    shutil.copytree(measured[0], out)
+
+    def run(*arguments):
+        done = CliRunner().invoke(cli.app, [*arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return {name: json.loads((out / f"{name}.json").read_text()) for name in ("gap", "attribution")}
+
+    before = run("attribute", str(out))
+    title = "Gap: vLLM compiled, aligned to vllm_compiled"
+    assert title in [section.title for section in gap_report.sections(out)]
+    run("gap", "score", str(out), "--backend", "eager", "--layout", "single", "--no-noise")
+    after = run("attribute", str(out))
+    for name, found in after.items():
+        jsonschema.validate(found, schema(name))
+        assert {m["layout"] for m in found["modes"].values()} == {"single"}
+        assert {m["layout"] for m in before[name]["modes"].values()} == {"batched"}
+    k3 = {r["arm"]: r["k3"][0] for r in after["gap"]["modes"]["compiled"]["rows"]}
+    whole = after["attribution"]["modes"]["compiled"]["whole"]["value"][0]
+    assert whole == pytest.approx(k3["none"] - k3["all"], rel=1e-9)
+    assert whole != pytest.approx(before["attribution"]["modes"]["compiled"]["whole"]["value"][0], rel=1e-9)
+    titles = [section.title for section in gap_report.sections(out)]
+    assert f"{title}, trainer single" in titles and "Triage: vLLM compiled, trainer single, unaligned" in titles
+    assert read_gap(out / "compiled")[0].trainer == pytest.approx(
+        load_file(out / "compiled" / "trainer.none.none.single.safetensors")["log_probs"].double().numpy()
+    )
+    run("gap", "score", str(out), "--backend", "eager", "--layout", "padded", "--no-noise", "--regions", "none")
+    done = CliRunner().invoke(cli.app, ["attribute", str(out)])
+    assert re.search("no scores for .*, padded; run .* --regions subsets --layout padded ", str(done.exception))
+    run("gap", "score", str(out), "--backend", "eager", "--no-noise")
+    assert run("attribute", str(out))["attribution"]["modes"] == before["attribution"]["modes"]
+
+
+def test_the_triage_of_a_gap_knows_the_models_experts(measured, tmp_path, monkeypatch):
+    """None here, as its config says: ``gap`` and ``triage`` on its folder have read it."""
+    out, known, real = tmp_path / "gap", [], triage.triage
+    shutil.copytree(measured[0], out)
+
+    def spy(sample, facts, *more):
+        known.append(facts.experts)
+        return real(sample, facts, *more)
+
+    monkeypatch.setattr(triage, "triage", spy)
+    run_gap.rescore(out, None, ["none"], "eager", None, noise=False)
+    run_triage(out / "compiled")
+    assert known == [0, 0, 0]  # compiled, eager, and the command
+    triage.triage_rollouts(*read_gap(out / "compiled"))
+    assert known[3:] == [None]  # the control
+
+
+def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
+    done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path)])
+    assert str(done.exception) == (
+        f"{tmp_path}: no gap.json, attribution.json, score.json, landing.json, triage.json; "
+        f"run `verl-rounding-align gap --out {tmp_path} ...`"
+    )
+
+
+FINDING = dict(cause="rounding-sized", confidence="likely", evidence="", next_step="")
+NOTHING = {
+    "triage.json": {"findings": [FINDING]},
+    "attribution.json": {"modes": {}},
+    "gap.json": {"modes": {}, "model": "tiny"},
+}
+
+
+@pytest.mark.parametrize(
+    ("versions", "title", "made"),
+    [
+        ({"triage.json": {"torch": "1"}}, "folder", "torch 1"),
+        ({"attribution.json": {"torch": "1"}, "triage.json": {"torch": "1"}}, "folder", "torch 1"),
+        (
+            {
+                "gap.json": {"torch": "1", "vllm": "3"},
+                "attribution.json": {"torch": "1"},
+                "triage.json": {"torch": "2"},
+            },
+            "tiny",
+            "torch 1 (gap.json, attribution.json) and 2 (triage.json), vllm 3 (gap.json)",
+        ),
+    ],
+)
+def test_a_report_names_what_there_is_and_the_versions_of_each_file(tmp_path, versions, title, made):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, of in versions.items():
+        payload = {**NOTHING[name], "schema_version": VERSION, "versions": of}
+        (folder / name).write_text(json.dumps(payload))
+    gap_report.write(folder)
+    for page in ("report.md", "report.html"):
+        text = html.unescape((folder / page).read_text())
+        assert f"{title}: where the trainer's log-probs differ from the engine's" in text and made in text
+        assert "None" not in text
+
+
+# ---- a real engine
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_command_measures_a_real_engine(tmp_path):
+    """vLLM, eager, on a tiny random model: rollouts of independent sequences, prompts longer together than one batch of
+    the engine (a split prompt with a seed would end it), every floor and the exact divergence, from one command."""
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, str(root / "recipes/quickstart/make_assets.py"), str(tmp_path)], check=True)
+    prompts = [f"{'abcdefgh' * 9}{i % 10}" for i in range(30)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    out = tmp_path / "out"
+    options = ["--mode", "eager", "--regions", "all", "--tokens", "1", "--full-vocab", "40", "--backend", "eager"]
+    options += ["--prompts", str(tmp_path / "prompts.txt")]
+    command = [
+        sys.executable,
+        "-m",
+        "verl_rounding_align",
+        "gap",
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(out),
+    ]
+    subprocess.run([*command, *options], check=True, cwd=root)
+    found = json.loads((out / "gap.json").read_text())
+    jsonschema.validate(found, schema("gap"))
+    eager = found["modes"]["eager"]
+    arms_found = [r["arm"] for r in eager["rows"]]
+    variants = [title for title, _ in gap.VARIANTS.values()]
+    assert arms_found == ["none", "all", *FLOORS, gap.PREFILL_ROW, *variants]
+    none, everything = eager["exact"]
+    assert none["positions"] == 40 and none["kl"][0] > everything["kl"][0] > 0  # alignment helps, exactly measured
+    rollouts = Rollouts.load(out / "eager")
+    again = Rollouts.load(out / "eager" / "scheduling")
+    d, _, at = gap.common(rollouts, again)
+    assert len(again) == run_gap.NOISE_PROMPTS and len(at) > 0.5 * len(again.log_probs)  # the same seeds draw alike
+    other = [rollouts.sequence(i)[int(rollouts.prompts[i]) :].tolist() for i in (0, 10, 20)]  # one prompt, three seeds
+    assert prompts[0] == prompts[10] == prompts[20] and len({tuple(o) for o in other}) == 3
+    whole = NextTokens.load(out / "eager")
+    assert torch.allclose(whole.log_probs.exp().sum(-1), torch.ones(40), atol=1e-4)
+    chosen_all = torch.cat([rollouts.sequence(i)[int(rollouts.prompts[i]) :] for i in range(len(rollouts))])
+    chosen = chosen_all[whole.at]
+    there = whole.log_probs.gather(1, chosen[:, None])[:, 0]
+    # prefill against decoding moves a logit by a bf16 step at most, 2^-6 between 2 and 4; the next position is the control
+    assert torch.allclose(there, rollouts.log_probs[whole.at], atol=2**-6, rtol=0)
+    assert not torch.allclose(there, rollouts.log_probs[(whole.at + 1) % len(chosen_all)], atol=2**-6, rtol=0)
+
+
+class Engine:
+    """vLLM's interface, as far as ``generate`` uses it: a response is drawn from a request's seed alone."""
+
+    def __init__(self, prefix_cache: bool = False):
+        ns = SimpleNamespace
+        config = ns(
+            device_config=ns(device_type="cpu"),
+            model_config=ns(logprobs_mode="raw_logprobs"),
+            cache_config=ns(enable_prefix_caching=prefix_cache),
+        )
+        self.llm_engine, self.rounds = ns(vllm_config=config), 0
+
+    def get_tokenizer(self):
+        return SimpleNamespace(chat_template=None, encode=lambda prompt: [ord(c) for c in prompt])
+
+    def generate(self, requests, sampling):
+        self.rounds += 1
+        results = []
+        for s in sampling:
+            rng = np.random.default_rng(s.seed)
+            ids = rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
+            log_probs = [{t: SimpleNamespace(logprob=-float(rng.exponential()))} for t in ids]
+            results.append(
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=log_probs)], num_cached_tokens=0)
+            )
+        return results
+
+
+@pytest.mark.vllm
+def test_an_interrupted_generation_goes_on_after_its_last_round():
+    def sample(engine, **options):
+        return rollout.generate(engine, ["ab", "cde", "f"], 40, seed=7, **options)
+
+    whole, kept = sample(Engine()), []
+
+    def stop(rollouts):
+        kept.append(rollouts)
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(Engine(), keep=stop)
+    again = Engine()
+    resumed = sample(again, kept=kept[-1])
+    for name in ("tokens", "offsets", "prompts", "log_probs"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
+    assert resumed.meta == whole.meta and len(whole) == 3 * (again.rounds + 2)
+    other = rollout.generate(Engine(), ["ab", "cde", "f"], 40, seed=8)
+    assert not torch.equal(other.log_probs[:5], whole.log_probs[:5])
+
+
+@pytest.mark.vllm
+def test_many_prompts_take_turns_and_a_round_is_kept_at_a_time():
+    """100 prompts: rounds of 64 in the file's order, the first again after the last, also after an interruption; with 64
+    or fewer a round is all of them."""
+    prompts = [chr(i) * (1 + i % 3) for i in range(100, 200)]
+    kept = []
+    whole = rollout.generate(Engine(), prompts, 600, keep=kept.append)
+    assert [len(r) for r in kept] == [64 * (i + 1) for i in range(len(kept))] and len(kept) >= 2
+    asked = [whole.sequence(i)[: int(whole.prompts[i])].tolist() for i in range(len(whole))]
+    assert asked == [[ord(c) for c in prompts[i % 100]] for i in range(len(whole))]
+    assert (
+        len(kept[-2].log_probs) < 600 <= len(whole.log_probs)
+    )  # no more than the round that reaches what is asked for
+    resumed = rollout.generate(Engine(), prompts, 600, kept=kept[0])
+    for name in ("tokens", "offsets", "prompts", "log_probs"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
+    few = []
+    rollout.generate(Engine(), prompts[:64], 600, keep=few.append)
+    assert [len(r) for r in few] == [64 * (i + 1) for i in range(len(few))]
+    assert torch.equal(few[0].tokens, kept[0].tokens)
+    assert not torch.equal(few[1].prompts[64:], kept[1].prompts[64:])  # the control: prompts 1 to 64 again
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_the_engine_starts():
+    prompts = [[1] * 20, [1] * 300, [1] * 5]
+    assert rollout.room(prompts, 256, 8192) == rollout.room(prompts, 256, None) == 557
+    assert rollout.room(prompts, 256, 557) == 557 and rollout.room(prompts[:1], 256, 8192) == 512
+    with pytest.raises(ValueError) as error:
+        rollout.room(prompts, 256, 556)
+    assert str(error.value) == (
+        "prompt 2 of 3 has 300 tokens: with length=256 at most 299 fit the model's 556 positions"
+    )
+
+
+# ---- progress
+
+
+def test_the_bar_is_never_full_before_the_last_token():
+    """In tokens, of whole rounds; a round is as long as those before, the first one as long as it may be."""
+    assert rollout._expected(0, 0, 0.5, 20_000, 48, 256) == (6144, 2 * 48 * 256)
+    assert rollout._expected(9600, 48, 0.5, 20_000, 48, 256) == (9600 + 4800, 3 * 9600)
+    assert rollout._expected(9600, 48, 1.0, 10_000, 48, 256) == (0.99 * 19200, 19200)
+    for kept, share in ((0, 1.0), (19_000, 1.0), (25_000, 0.0), (25_000, 1.0)):
+        done, total = rollout._expected(kept, kept // 100, share, 20_000, 48, 256)
+        assert kept * 0.99 <= done <= 0.99 * total
+
+
+def test_what_follows_the_last_token_is_a_bar_of_its_own():
+    progress = Progress(disable=True)
+    with run_gap._follow(progress, "generates", "is asked") as tell:
+        tell(60, 100)
+        assert [(t.completed, t.total) for t in progress.tasks] == [(60, 100)]
+        tell(100, 100)
+        tell(100, 100)
+        assert [(t.description, t.total) for t in progress.tasks] == [("generates", 100), ("is asked", None)]
+    assert progress.finished
+
+
+def test_who_asks_while_rollouts_are_written_finds_whole_ones(rollouts, tmp_path, monkeypatch):
+    """The parent polls ``rollouts.json``: what stands there is replaced at once, never rewritten in place."""
+    rollouts.save(tmp_path)
+    before = (tmp_path / "rollouts.json").stat().st_ino
+    found = []
+    replaced = Path.replace
+
+    def replace_and_look(file, to):
+        found.append(rollout._meta(tmp_path))
+        return replaced(file, to)
+
+    monkeypatch.setattr(Path, "replace", replace_and_look)
+    replace(rollouts, meta={"response_tokens": 7}).save(tmp_path)
+    assert found[0] == rollouts.meta and rollout._meta(tmp_path) == {"response_tokens": 7}
+    assert (tmp_path / "rollouts.json").stat().st_ino != before
+    assert rollout._meta(tmp_path / "nothing") == {}
+
+
+def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, monkeypatch):
+    """The child stands in for vLLM: what it logs and keeps is what is told, and a round's last line is not counted for the
+    next one."""
+    script = tmp_path / "python"
+    partial = tmp_path / "out" / "partial"
+    (tmp_path / "first.json").write_text(json.dumps({"response_tokens": 40, "sequences": 2}))
+    lines = [
+        "#!/bin/sh",
+        "echo 'Processed prompts:  50%|#####     | 1/2 [00:01<00:01]' >&2; sleep 2.5",
+        f"mkdir -p {partial}; cp {tmp_path}/first.json {partial}/part; mv {partial}/part {partial}/rollouts.json",
+        "echo 'Processed prompts: 100%|##########| 2/2 [00:01<00:01]' >&2; sleep 2.5",
+        f"cp {tmp_path}/done/* {tmp_path}/out/; sleep 2.5",
+    ]
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+    replace(rollouts, meta={"response_tokens": 102}).save(tmp_path / "done")
+    monkeypatch.setattr(sys, "executable", str(script))
+    told = []
+    make(tmp_path / "out", checkpoint, ["a", "b"], 100, eager=True, progress=lambda *x: told.append(x), length=50)
+    assert {(50, 100), (40, 120), (102, 102)} <= set(told) and (80, 120) not in told
+
+
+@pytest.mark.vllm
+def test_the_child_keeps_who_made_the_rollouts_and_makes_room_for_the_longest_prompt(checkpoint, tmp_path, monkeypatch):
+    """Its engine starts with room for it; one that the model cannot hold ends it before the engine starts."""
+    import transformers
+
+    started = []
+
+    def start(model, *options):
+        started.append(options)
+        return Engine()
+
+    monkeypatch.setattr(rollout, "start", start)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda model: Engine().get_tokenizer())
+    request = dict(model=checkpoint, checkpoint="abc", prompts=["ab", "c" * 150], tokens=1, eager=True, extras={})
+    positions = transformers.AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+    rollout.run(tmp_path, **request, length=100)
+    assert Rollouts.load(tmp_path).meta["checkpoint"] == "abc" and started[0][-1] == positions == 256  # 251 are needed
+    with pytest.raises(
+        ValueError, match=f"prompt 2 of 2 has {positions} tokens: with length=100 at most {positions - 101}"
+    ):
+        rollout.run(tmp_path / "other", **{**request, "prompts": ["ab", "c" * positions]}, length=100)
+    assert len(started) == 1

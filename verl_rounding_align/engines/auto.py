@@ -1,0 +1,184 @@
+"""``rounding_align=auto``: the engine that the rollout will run is probed once, and the result is kept.
+
+A result is kept under a key of everything the engine's fingerprint depends on that is known before the engine starts:
+releases, device and machine, mode, the rollout's dtype and compilation settings, environment variables, the model's sizes,
+and the probe's own code. The fingerprint itself stands in the file, and is compared with the one that the running engine
+publishes.
+
+The probe runs in a process of its own: a driver that imports an engine would start its platform.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .presets import Preset
+from .probe import result
+from .spec import ModelSpec
+from .vllm.fingerprint import arch
+
+FOLDER = "VERL_ROUNDING_ALIGN_CACHE"  # environment variable: where results are kept
+TIMEOUT, PATIENCE = 600, 20  # seconds: for a probe, and between two signs of life
+VARIABLES = ("VLLM_BATCH_INVARIANT", "TORCHINDUCTOR_EMULATE_PRECISION_CASTS")  # they move an engine's rounding
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An inference engine as a run will start it.
+
+    Args:
+        version: installed release of vLLM.
+        device: ``cpu``, ``cuda``, ``rocm``.
+        eager: whether the engine runs op by op.
+        dtype: the model dtype it is given: ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's.
+        compilation: fields of its ``compilation_config`` that move rounding (``custom_ops``).
+        environment: variables that the run sets for the engine.
+    """
+
+    version: str
+    device: str
+    eager: bool
+    dtype: str = "auto"
+    compilation: Mapping = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        return "eager" if self.eager else "compiled"
+
+    def __str__(self) -> str:
+        return f"rollout vllm {self.version}, {self.mode}, {self.device}"
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the code that a probe's answer depends on."""
+    package = Path(__file__).parents[1]
+    files = sorted([*Path(__file__).parent.rglob("*.py"), *(package / "regions").glob("*.py"), package / "backend.py"])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _machine(device: str) -> str:
+    """Return what kernels are chosen by: a CPU's instruction sets; elsewhere the host, whose cards are not asked here."""
+    return arch(device) if device == "cpu" else platform.node()
+
+
+def sized(model: str, rollout: Rollout) -> ModelSpec:
+    """Return the model's sizes, in the dtype that the rollout gives it.
+
+    Raises:
+        ValueError: the model's config cannot be read, or its family or dtype has no rounding points.
+    """
+    spec = ModelSpec.from_model(model)
+    return spec if rollout.dtype == "auto" else replace(spec, dtype=getattr(torch, rollout.dtype))
+
+
+def folder() -> Path:
+    """Return the folder of kept results: $VERL_ROUNDING_ALIGN_CACHE, or one in the user's cache folder."""
+    if os.environ.get(FOLDER):
+        return Path(os.environ[FOLDER])
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl-rounding-align"
+
+
+def kept(rollout: Rollout, spec: ModelSpec) -> Path:
+    """Return the file in which a probe of this engine for this model is kept, there or not."""
+    variables = {name: os.environ.get(name, "") for name in VARIABLES} | dict(rollout.environment)
+    asked = dict(
+        code=_code(),
+        vllm=rollout.version,
+        torch=metadata.version("torch"),
+        transformers=metadata.version("transformers"),
+        device=rollout.device,
+        machine=_machine(rollout.device),
+        mode=rollout.mode,
+        compilation=dict(rollout.compilation),
+        variables=variables,
+        spec=spec.as_dict(),
+    )
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return folder() / f"vllm-{rollout.version}-{rollout.device}-{rollout.mode}-{spec.model_type}-{digest}.json"
+
+
+def probe(
+    model: str, rollout: Rollout, key: str = "rounding_align", say: Callable[[str], None] = print
+) -> tuple[Preset, str]:
+    """Return (preset, where it is from): what the engine stores for a model, probed now or earlier.
+
+    Args:
+        model: folder or hub name with the model's config.json.
+        rollout: the engine.
+        key: the config key, for messages.
+        say: called with a line before and after a probe, and now and then while it runs.
+
+    Raises:
+        ValueError: the model's config cannot be read, the probe cannot run here, or its result cannot be kept.
+    """
+    spec = sized(model, rollout)
+    file = kept(rollout, spec)
+    if file.is_file():
+        with contextlib.suppress(ValueError):  # a damaged file: ask again
+            return result.load(file, spec, rollout.mode, key), f"probed earlier, {file}"
+    elsewhere = (
+        f"run `verl-rounding-align probe --json FILE` where the engine runs and set {key}={{regions: all, engine: FILE}}, or "
+        "name a preset"
+    )
+    if rollout.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"{key}='auto': the rollout runs on {rollout.device}, and there is none here; {elsewhere}")
+    say(
+        f"rounding_align: asking {str(rollout).removeprefix('rollout ')} where it rounds, about a minute; once, then kept"
+    )
+    start = time.monotonic()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
+            made = Path(temporary) / "probe.json"
+            status = _run(model, rollout, made, say)
+            if not made.is_file():
+                raise ValueError(f"{key}='auto': the probe of {rollout} ended with {status} (see above); {elsewhere}")
+            found = result.load(made, spec, rollout.mode, key)
+            if (found.versions[0], found.device) != (rollout.version, rollout.device):
+                raise ValueError(
+                    f"{key}='auto': the rollout is vllm {rollout.version} on {rollout.device}, and the probe found "
+                    f"{found.versions[0]} on {found.device} here; {elsewhere}"
+                )
+            made.replace(file)
+    except OSError as error:
+        raise ValueError(f"{FOLDER}={str(folder())!r}: results cannot be kept there: {error}; name a folder") from error
+    say(f"rounding_align: probed in {time.monotonic() - start:.0f} s, kept in {file}")
+    return found, f"probed now, {file}"
+
+
+def _run(model: str, rollout: Rollout, made: Path, say: Callable[[str], None]) -> str:
+    """Run the probe in a process of its own, result in ``made``; return how it ended.
+
+    Status 1 with a result is an answer: some site has no exact one, and the result says which.
+    """
+    command = [sys.executable, "-m", "verl_rounding_align", "probe", "--model", model, "--mode", rollout.mode]
+    command += ["--dtype", rollout.dtype, "--compilation-config", json.dumps(dict(rollout.compilation))]
+    # its table goes to a file, its progress to the terminal
+    with made.with_suffix(".txt").open("w") as table:
+        environment = {**os.environ, **rollout.environment}
+        process = subprocess.Popen([*command, "--json", str(made)], stdout=table, env=environment)
+        for waited in range(PATIENCE, TIMEOUT + 1, PATIENCE):
+            try:
+                return f"status {process.wait(PATIENCE)}"
+            except subprocess.TimeoutExpired:
+                say(f"rounding_align: still asking, {waited} s")
+        process.kill()
+        process.wait()
+    return f"no answer in {TIMEOUT} s"

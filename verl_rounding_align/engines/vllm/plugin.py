@@ -1,0 +1,115 @@
+"""vLLM plugin (entry point group `vllm.general_plugins`), loaded in every process of a vLLM engine.
+
+Every worker can be asked what of it moves rounding, `collective_rpc("rounding_align_fingerprint")`, from vLLM itself or
+from verl's trainer, and for digests of its weights and its RoPE, `collective_rpc("rounding_align_digest")`.
+
+vLLM's CPU kernels work on packed weights, and vLLM throws the unpacked ones away once they are packed. verl sends new
+weights after every step: it loads them into the unpacked parameters and asks for packing again. In a verl run on a CPU
+(`VERL_PLATFORM=cpu`) the plugin therefore keeps the unpacked weights, and elsewhere leaves them alone.
+
+`VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS=1` breaks the weight synchronisation on purpose, for tests of the checks that
+must notice it: the engine's linear layers keep the weights of the first synchronisation.
+"""
+
+import functools
+import inspect
+import logging
+import os
+
+from ... import postimport as _postimport
+
+TESTED = "0.30.0"
+STALE_ENV = "VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Let workers publish their fingerprint, and keep unpacked weights in a verl run on a CPU; again does nothing."""
+    try:
+        _postimport.install({"vllm.v1.worker.worker_base": _publish})
+    except ImportError as error:  # such an engine still serves; the trainer says that the fingerprint is missing
+        logger.warning("rounding_align: this engine cannot publish its fingerprint: %s", error)
+    _keep_unpacked_weights()
+
+
+def _publish(module) -> None:
+    """Give vLLM's workers the method that ``collective_rpc`` calls; nothing is imported before vLLM does."""
+    worker = getattr(module, "WorkerBase", None)
+    if worker is not None:
+        worker.rounding_align_fingerprint = rounding_align_fingerprint
+        worker.rounding_align_digest = rounding_align_digest
+
+
+def rounding_align_fingerprint(worker) -> dict:
+    """Return the fields of a worker's :class:`~verl_rounding_align.engines.fingerprint.Fingerprint`, or why there are none.
+
+    A worker is never harmed by being asked: whatever goes wrong becomes ``{"missing": reason}``.
+    """
+    try:
+        from .fingerprint import of_worker
+
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in vars(of_worker(worker)).items()}
+    except Exception as error:
+        return {"missing": f"{type(error).__name__}: {error}"}
+
+
+def rounding_align_digest(worker) -> dict:
+    """Return what triage compares with the trainer: the worker's weights' digests and RoPE, or why there are none.
+
+    ``{"weights": name -> fields of a Digest, "rope": {"frequencies", "factor"}}``, plain data; a worker is never harmed.
+    """
+    try:
+        from .. import rope, weights
+
+        model = worker.model_runner.get_model()
+        found = rope.of_vllm(model)
+        return {
+            "weights": {name: vars(x) for name, x in weights.digest_vllm(model).items()},
+            "rope": {"frequencies": found.frequencies.tolist(), "factor": found.factor},
+        }
+    except Exception as error:
+        return {"missing": f"{type(error).__name__}: {error}"}
+
+
+def _keep_unpacked_weights() -> None:
+    """Keep vLLM's unpacked weights in a verl run on a CPU.
+
+    Raises:
+        RuntimeError: if vLLM's packing function is not the one that is known.
+    """
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    if getattr(pack, "keeps_weight", False):
+        return
+    parameters = tuple(inspect.signature(pack).parameters)
+    if parameters != ("layer", "remove_weight"):
+        import vllm
+
+        raise RuntimeError(
+            f"VERL_PLATFORM=cpu was tested with vLLM {TESTED}, where dispatch_cpu_unquantized_gemm takes "
+            f"('layer', 'remove_weight'); here (vLLM {vllm.__version__}) it takes {parameters}"
+        )
+    stale = os.environ.get(STALE_ENV, "0") == "1"
+    if stale:
+        logger.warning(
+            "%s=1: THIS ENGINE IGNORES WEIGHT UPDATES after the first one (a test's negative control)", STALE_ENV
+        )
+
+    @functools.wraps(pack)
+    def dispatch_cpu_unquantized_gemm(layer, remove_weight):
+        if stale:  # the first time is the engine's start on dummy weights, the second the first synchronisation
+            layer.times_packed = getattr(layer, "times_packed", 0) + 1
+            if layer.times_packed > 2:
+                return
+        pack(layer, remove_weight=False)
+
+    dispatch_cpu_unquantized_gemm.keeps_weight = True
+    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
