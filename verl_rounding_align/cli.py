@@ -36,11 +36,11 @@ def presets(json: Json = None) -> None:
     rows = [
         (
             p.name,
-            report.points(p.points["attention"]),
-            report.points(p.points["mlp"]),
-            report.points(p.points["experts"]),
-            report.points(p.points["attn_add"]),
-            report.points(p.points["mlp_add"]),
+            report.points(p.at("attention")),
+            report.points(p.at("mlp")),
+            report.points(p.at("experts")),
+            report.points(p.at("attn_add")),
+            report.points(p.at("mlp_add")),
             "-".join(v or "" for v in p.versions) if p.engine else "",
             ", ".join(f"{g} {e}" for g, e in p.evidence.items())
             if len(set(p.evidence.values())) > 1

@@ -75,7 +75,7 @@ def scores(policy, bits: int, ids: torch.Tensor) -> dict[str, float]:
     the embedding, it does not count again.
     """
     found, original = defaultdict(list), Rounding.__call__
-    group_of = {point: group for group, (_, points) in GROUPS.items() for point in points}
+    group_of = {point: group for group, its in GROUPS.items() for point in its.points}
     drop = 24 - bits
 
     def watched(self, point, x, dtype):

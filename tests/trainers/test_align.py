@@ -145,7 +145,7 @@ def test_a_second_model_in_the_process_is_untouched(engine):
 @pytest.mark.parametrize("group", GROUPS)
 def test_only_the_groups_asked_for_are_patched(group):
     alignment = align(tiny("qwen3"), group, engine="fp32", backend="eager")
-    region, points = GROUPS[group]
+    region, points = GROUPS[group].region, GROUPS[group].points
     assert {site.region for site in alignment.sites} == {region}
     for site in alignment.sites:
         assert site.before - site.after == points & site.before
@@ -426,7 +426,7 @@ def test_somebody_elses_patch_on_the_instance_is_an_error():
     mlp = model.model.layers[1].mlp
     mlp.forward = copy_weights.__get__(mlp)
     assert error_of(model, "swiglu") == (
-        "rounding_align='swiglu': model.layers.1.mlp (Qwen3MLP) has its forward patched by test_patch; rounding_align "
+        "rounding_align='swiglu': model.layers.1.mlp (Qwen3MLP) has its forward patched by test_align; rounding_align "
         "cannot patch it as well"
     )
     assert len(align(model, "rope").sites) == 3  # regions that do not touch it still align
@@ -436,7 +436,7 @@ def test_somebody_elses_patch_on_the_class_is_an_error(monkeypatch):
     monkeypatch.setattr(FAMILIES["qwen3"].cls("RMSNorm"), "forward", copy_weights)
     assert error_of(tiny("qwen3"), "add_rms_norm") == (
         "rounding_align='add_rms_norm': model.layers.0.input_layernorm (Qwen3RMSNorm) has its class's forward replaced by "
-        "test_patch, expected transformers.models.qwen3.modeling_qwen3"
+        "test_align, expected transformers.models.qwen3.modeling_qwen3"
     )
 
 
@@ -446,7 +446,7 @@ def test_a_replaced_rotary_function_is_an_error(monkeypatch):
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", copy_weights)
     assert error_of(tiny("qwen3"), "rope") == (
         "rounding_align='rope': model.layers.0.self_attn (Qwen3Attention) has apply_rotary_pos_emb replaced by "
-        "test_patch, expected transformers.models.qwen3.modeling_qwen3"
+        "test_align, expected transformers.models.qwen3.modeling_qwen3"
     )
 
 

@@ -6,7 +6,8 @@ A preset is a claim about an engine. ``evidence`` says per group what the claim 
 - ``source``: read off the engine's source, not run;
 - ``unproven``: expected, not shown. ``rounding_align=all`` leaves an unproven group out; ask for it by its own name.
 
-Adding an engine is one row in ``PRESETS``.
+Adding an engine's preset is one row in ``PRESETS``. A row need not know every region: of a site kind that it does not list
+it says nothing (:meth:`Preset.knows`), and a plan that asks for such a group is an error.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..regions import GROUPS, KINDS, REGIONS
 from .fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, judge
 
 BITWISE, SOURCE, UNPROVEN = "bitwise", "source", "unproven"
+STORED, KEPT = "stored", "kept"
 TRAINER = "hf_eager"  # the row that describes an unpatched trainer
 
 
@@ -29,13 +31,15 @@ class Preset:
 
     Args:
         name: what users write (``engine=...``) and read in logs.
-        points: site kind -> points stored there; every kind of ``KINDS`` is present.
-        evidence: group -> ``bitwise``, ``source`` or ``unproven``.
+        points: site kind -> points stored there; a kind that is missing is one that the row says nothing about.
+        evidence: group -> ``bitwise``, ``source`` or ``unproven``; a group that is missing is unproven.
         source: what the row mirrors, with versions.
         engine, device, eager: the rollout this row is chosen for by :func:`resolve`; engine None is never chosen.
         split: whether the row holds for a graph split at attention, or for a whole one; None where that is no matter.
         versions: inclusive (lowest, highest) engine release covered; None is open.
         note: what else a reader should know.
+        rest: what holds at a site kind that ``points`` does not list: ``stored`` (every point of its region), ``kept``
+            (none), or None, where the row says nothing.
         verified: fingerprints of the engines that the points were compared with, bit for bit.
     """
 
@@ -50,13 +54,38 @@ class Preset:
     versions: tuple[str | None, str | None] = (None, None)
     note: str = field(default="")
     verified: tuple[Fingerprint, ...] = ()
+    rest: str | None = None
 
     def __post_init__(self):
-        assert set(self.points) == set(KINDS), f"{self.name}: site kinds {sorted(self.points)}"
-        assert set(self.evidence) == set(GROUPS), f"{self.name}: groups {sorted(self.evidence)}"
+        for what, names, known in (("site kind", self.points, KINDS), ("group", self.evidence, GROUPS)):
+            unknown = sorted(set(names) - set(known))
+            if unknown:
+                raise ValueError(f"preset {self.name!r}: unknown {what} {unknown[0]!r}; choose from {', '.join(known)}")
         for kind, points in self.points.items():
-            unknown = points - set(REGIONS[KINDS[kind]].points)
-            assert not unknown, f"{self.name}: {kind} has no point {sorted(unknown)}"
+            its = REGIONS[KINDS[kind]].points
+            unknown = sorted(points - set(its))
+            if unknown:
+                raise ValueError(
+                    f"preset {self.name!r}: {kind} has no point {unknown[0]!r}; choose from {', '.join(its)}"
+                )
+
+    def knows(self, kind: str) -> bool:
+        """Return whether the row says what is stored at a site kind."""
+        return kind in self.points or self.rest is not None
+
+    def at(self, kind: str) -> frozenset[str]:
+        """Return the points that are stored at a site kind; all of them where the row says nothing.
+
+        >>> sorted(get("vllm_compiled").at("attention")), sorted(get("hf_eager").at("mlp"))
+        (['cos_sin'], ['act'])
+        """
+        if kind in self.points:
+            return self.points[kind]
+        return frozenset() if self.rest == KEPT else frozenset(REGIONS[KINDS[kind]].points)
+
+    def rests_on(self, group: str) -> str:
+        """Return what the row's claim about a group rests on: ``bitwise``, ``source`` or ``unproven``."""
+        return self.evidence.get(group, UNPROVEN)
 
     @property
     def probed(self) -> bool:
@@ -107,7 +136,7 @@ class Preset:
             points = {kind: frozenset(names) for kind, names in values["points"].items()}
             verified = tuple(map(Fingerprint.from_dict, values["verified"]))
             return cls(**{**values, "points": points, "versions": tuple(values["versions"]), "verified": verified})
-        except (KeyError, TypeError, AttributeError, AssertionError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{key}: not a preset written by this package ({type(error).__name__}: {error})"
             ) from error
@@ -123,6 +152,7 @@ def _points(
 
 
 def _evidence(every: str, **exceptions: str) -> dict[str, str]:
+    """Return the same evidence for every group of this file's regions, but for the exceptions."""
     return {group: exceptions.get(group, every) for group in GROUPS}
 
 
@@ -178,6 +208,7 @@ PRESETS = {
             points=_points(rope=_ALL["rope"], mlp=_ALL["swiglu"], experts=_ALL["swiglu"], add=_ALL["add_rms_norm"]),
             evidence=_evidence(BITWISE),
             source="Transformers 5.10 modeling_*.py, eager: every operator stores in the model dtype",
+            rest=STORED,
         ),
         Preset(
             name="vllm_compiled",
@@ -200,7 +231,7 @@ PRESETS = {
             eager=False,
             split=True,
             versions=_READ,
-            note="carry: bitwise on vLLM 0.30's piecewise backend with CPU Inductor (tests/test_presets_vllm.py); not on Triton",
+            note="carry: bitwise on vLLM 0.30's piecewise backend with CPU Inductor (tests/engines/test_presets_vllm.py); not on Triton",
         ),
         Preset(
             name="vllm_cpu",
@@ -223,6 +254,7 @@ PRESETS = {
             points=_points(),
             evidence=_evidence(BITWISE),
             source="no interior point is stored, cosines and sines included: the reference with fewest roundings",
+            rest=KEPT,
         ),
     )
 }

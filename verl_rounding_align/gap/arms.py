@@ -12,14 +12,12 @@ from dataclasses import replace
 from itertools import combinations
 
 from ..engines.presets import TRAINER, Preset, get
-from ..plan import AUTO, CHOICES, Plan, parse_plan
+from ..plan import NONE, Plan, arms, parse_plan
 from ..regions import GROUPS, KINDS, REGIONS
 from ..rounding import Rounding
 
-NONE = "none"
 POINTS = {point: region.name for region in REGIONS.values() for point in region.points}
 SUBSETS = "subsets"
-NAMES = tuple(choice for choice in CHOICES if choice != AUTO)  # a measured engine is named by its preset
 
 
 def moved(name: str, preset: Preset) -> frozenset[str]:
@@ -31,13 +29,13 @@ def moved(name: str, preset: Preset) -> frozenset[str]:
     >>> sorted(moved("add_rms_norm", get("vllm_compiled"))), sorted(moved("act", get("vllm_compiled")))
     (['normed', 'sum'], ['act'])
     """
-    if name in NAMES:
+    if name in (NONE, *arms()):
         groups = parse_plan(name, engine=preset).groups
-        return frozenset().union(*(GROUPS[group][1] for group in groups))
+        return frozenset().union(*(GROUPS[group].points for group in groups))
     if name in POINTS:
         return frozenset({name})
     raise ValueError(
-        f"regions={name!r}: choose from {', '.join(dict.fromkeys((*NAMES, *POINTS, SUBSETS)))} (join with +)"
+        f"regions={name!r}: choose from {', '.join(dict.fromkeys((NONE, *arms(), *POINTS, SUBSETS)))} (join with +)"
     )
 
 
@@ -49,7 +47,7 @@ def points(arm: str, preset: Preset) -> frozenset[str]:
 def live(preset: Preset) -> frozenset[str]:
     """Return the points that the trainer and the engine do not store alike, at some site kind."""
     trainer = get(TRAINER)
-    return frozenset().union(*(trainer.points[kind] ^ preset.points[kind] for kind in KINDS))
+    return frozenset().union(*(trainer.at(kind) ^ preset.at(kind) for kind in KINDS))
 
 
 def plan(arm: str, preset: Preset) -> Plan:
@@ -61,14 +59,14 @@ def plan(arm: str, preset: Preset) -> Plan:
     True
     """
     names = [name.strip() for name in arm.split("+")]
-    if all(name in NAMES for name in names):
+    if set(names) <= {NONE, *arms()}:
         return parse_plan(arm, engine=preset)
     chosen, trainer, roundings = points(arm, preset), get(TRAINER), []
     for kind, region in KINDS.items():
         here = chosen & set(REGIONS[region].points)
         if here:
-            roundings.append((kind, Rounding((trainer.points[kind] - here) | (preset.points[kind] & here))))
-    groups = tuple(group for group, (_, its) in GROUPS.items() if its & chosen)
+            roundings.append((kind, Rounding((trainer.at(kind) - here) | (preset.at(kind) & here))))
+    groups = tuple(group for group, its in GROUPS.items() if its.points & chosen)
     return replace(parse_plan(NONE), groups=groups, engine=preset.name, roundings=tuple(roundings))
 
 

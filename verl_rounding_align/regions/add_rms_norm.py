@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from ..rounding import Rounding, up
+from .table import Group, Region
 
 POINTS = {
     "sum": "the residual sum as the norm reads it",
@@ -65,3 +66,24 @@ def add_rms_norm(
     """
     total = up(delta) + up(residual)
     return rms_norm(total, weight, eps, rnd, delta.dtype), rnd("carry", total, delta.dtype)
+
+
+REGION = Region(
+    name="add_rms_norm",
+    function=add_rms_norm,
+    points=POINTS,
+    kinds={
+        "attn_add": "the add after attention, read by post_attention_layernorm",
+        "mlp_add": "the add after the MLP, read by the next layer's input_layernorm",
+        "final": "the last layer's add after the MLP, read by the final norm",
+    },
+    groups={
+        "add_rms_norm": Group(
+            "add_rms_norm",
+            frozenset({"sum", "normed"}),
+            "the residual sum as the norm reads it, and the norm",
+            paper=True,
+        ),
+        "carry": Group("add_rms_norm", frozenset({"carry"}), "the residual stream as the next add reads it"),
+    },
+)

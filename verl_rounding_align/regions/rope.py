@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..rounding import Rounding, up
+from .table import Group, Region
 
 POINTS = {
     "qk_normed": "normalised Q or K before the norm's weight",
@@ -88,3 +89,12 @@ def rope(
         Tensors like ``q`` and ``k``, model dtype.
     """
     return rotate(q, cos, sin, rnd, q_weight, eps), rotate(k, cos, sin, rnd, k_weight, eps)
+
+
+REGION = Region(
+    name="rope",
+    function=rope,
+    points=POINTS,
+    kinds={"attention": "Q and K in self-attention"},
+    groups={"rope": Group("rope", frozenset(POINTS), "Q/K norm and rotary embedding", paper=True)},
+)

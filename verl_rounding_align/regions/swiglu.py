@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ..rounding import Rounding, up
+from .table import Group, Region
 
 POINTS = {"act": "silu(gate), before it is multiplied with the up projection"}
 
@@ -29,3 +30,12 @@ def swiglu(gate: torch.Tensor, up_: torch.Tensor, rnd: Rounding) -> torch.Tensor
     """
     act = rnd("act", F.silu(up(gate)), gate.dtype)
     return rnd.store(act * up_, gate.dtype)
+
+
+REGION = Region(
+    name="swiglu",
+    function=swiglu,
+    points=POINTS,
+    kinds={"mlp": "a dense MLP", "experts": "the experts of a mixture"},
+    groups={"swiglu": Group("swiglu", frozenset(POINTS), "SiLU of the gate times the up projection", paper=True)},
+)

@@ -262,7 +262,7 @@ def _claims(prefix: str, stack: nn.Module, family: families.Family, alignment: A
     def claim(fqn, module, part, kind, build, *args, attr="forward"):
         rnd = plan.rounding(kind)
         fqn = prefix + fqn
-        site = Site(fqn, KINDS[kind], kind, trainer.points[kind], rnd.points)
+        site = Site(fqn, KINDS[kind], kind, trainer.at(kind), rnd.points)
         function = build(rnd, _Context(alignment, fqn), *args)
         claims.append(_Claim(fqn, module, part, attr, function, site))
 

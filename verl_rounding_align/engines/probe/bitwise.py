@@ -396,7 +396,7 @@ def refute(rows: Iterable[Row], preset: Preset) -> list[str]:
     """
     lines = []
     for row in rows:
-        claimed = preset.points[row.kind] - row.inert
+        claimed = preset.at(row.kind) - row.inert
         found = row.points if row.verdict == EXACT else row.best
         agrees = claimed in {s - row.inert for s in row.matches} if row.matches else claimed == found
         if not agrees:

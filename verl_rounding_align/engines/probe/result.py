@@ -67,18 +67,23 @@ class Result:
     def preset(self, mode: str) -> Preset:
         """Return what the engine stores in ``mode`` as a preset.
 
-        A group has evidence if every site kind of it that the model has gave exactly one answer; kinds that the model
-        has not keep the trainer's points. Without an exact answer the best subset stands there, unproven.
+        A group has evidence if every site kind of its region that the model has gave exactly one answer. Kinds that the
+        model does not have keep the trainer's points. Without an exact answer the best subset stands there, unproven. The
+        preset says nothing about a region that was not probed.
         """
         rows = {row.kind: row for row in self.rows if row.mode == mode}
-        trainer, found = get_preset(TRAINER).points, self.fingerprints[mode]
-        points = {kind: trainer[kind] for kind in KINDS}
+        trainer, found = get_preset(TRAINER), self.fingerprints[mode]
+        probed = {KINDS[kind] for kind in rows}
+        points = {kind: trainer.at(kind) for kind, region in KINDS.items() if region in probed}
         points |= {kind: row.best if row.points is None else row.points for kind, row in rows.items()}
         evidence = {
             group: BITWISE
-            if all(rows[kind].verdict == EXACT for kind, r in KINDS.items() if r == region and kind in rows)
+            if all(
+                rows[kind].verdict == EXACT for kind, region in KINDS.items() if region == its.region and kind in rows
+            )
             else UNPROVEN
-            for group, (region, _) in GROUPS.items()
+            for group, its in GROUPS.items()
+            if its.region in probed
         }
         doubts = [
             f"{row.kind}: {row.verdict}, best {{{', '.join(sorted(row.best))}}} on {row.share:.4%}"

@@ -347,7 +347,7 @@ def refute(found: SiteMap, preset: Preset) -> list[str]:
     """Return one line for each point that contradicts a preset; a point that is open cannot."""
     lines = []
     for p in found.points:
-        claimed = p.point in preset.points[p.kind]
+        claimed = p.point in preset.at(p.kind)
         if p.stored is not None and p.stored != claimed:
             says, does = ("stored", "not stored") if claimed else ("not stored", "stored")
             lines.append(
