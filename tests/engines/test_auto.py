@@ -53,8 +53,14 @@ def test_the_preset_has_the_probes_points_and_the_engines_fingerprint(toy):
     assert (preset.verified, preset.eager) == ((EAGER,), True)
     moved = replace(toy.rows[0], points=frozenset())  # another answer of the same engine has another name
     assert Result(SPEC, (moved, *toy.rows[1:]), toy.fingerprints).preset("eager").name != preset.name
-    trainer = presets.get("hf_eager").points
-    assert toy.preset("compiled").points["mlp"] == trainer["mlp"]  # not probed there: the trainer's own
+
+
+def test_a_region_that_was_not_probed_is_no_answer(toy):
+    compiled = toy.preset("compiled")  # of which the attention's row alone is there
+    assert compiled.evidence == {"rope": BITWISE}
+    with pytest.raises(ValueError) as error:
+        parse_plan("rope+swiglu", compiled, key="k")
+    assert str(error.value) == f"k='swiglu': preset {compiled.name} says nothing about 'swiglu'; choose from rope"
 
 
 def test_what_has_no_exact_answer_is_left_out_of_auto_and_said(noisy):
@@ -81,7 +87,7 @@ def test_auto_needs_somebody_who_knows_the_engine(value):
     with pytest.raises(ValueError) as error:
         parse_plan(value, key="k")
     assert str(error.value) == (
-        "k.regions engine='auto': the engine is probed by verl's driver or by `verl-rounding-align plan --auto`; elsewhere "
+        "k.regions engine='auto': the engine is probed by the framework's driver or by `verl-rounding-align plan --auto`; elsewhere "
         "give the file that `verl-rounding-align probe --json` wrote, or a preset's name"
     )
 
