@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from verl_rounding_align import align
-from verl_rounding_align.trainers import huggingface as patch
-from verl_rounding_align.trainers.huggingface import unseal
+from verl_rounding_align.trainers import stream
+from verl_rounding_align.trainers.stream import unseal
 
 TYPES = ["qwen3", "qwen3_moe"]
 
@@ -62,7 +62,7 @@ def worker(rank: int, path: str, strategy: str, model_type: str):
     reference = step(build(model_type, None, "hf_eager", torch.bfloat16), ids)[0]
     assert not torch.equal(reference, logits), "the engines do not differ: nothing was tested"
     # negative control: an fp32 stream passed as it is gets cast by the wrapper, and that is an error
-    patch.seal = lambda total: total
+    stream.seal = lambda total: total
     model = wrap(build(model_type, None, "vllm_compiled", torch.float32), strategy, cast=True)
     with pytest.raises(ValueError, match="expected torch.complex64"):
         model(ids)
@@ -104,5 +104,5 @@ def trap(rank: int, path: str):
     x = torch.randn(4, 8)
     probe(x)
     assert probe.seen == torch.bfloat16
-    assert torch.equal(probe(patch.seal(x)), x) and probe.seen == torch.complex64
+    assert torch.equal(probe(stream.seal(x)), x) and probe.seen == torch.complex64
     leave()

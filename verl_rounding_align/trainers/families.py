@@ -1,6 +1,6 @@
 """Hugging Face model families as data: which module classes hold the regions.
 
-Adding a family is one row in ``FAMILIES``, if its decoder layer has the structure that ``patch.py`` checks: two residual
+Adding a family is one row in ``FAMILIES``, if its decoder layer has the structure that ``checks.py`` asks for: two residual
 adds, each read by an RMSNorm; attention that calls ``apply_rotary_pos_emb``; a SiLU-gated MLP.
 """
 
@@ -19,17 +19,19 @@ class Family:
         prefix: class-name prefix in ``transformers.models.<model_type>.modeling_<model_type>``.
         qk_norm: whether attention normalises Q and K before RoPE.
         experts: whether some MLPs are mixtures of experts.
+        source: dotted name of the module that defines the classes, where it is not the usual one.
     """
 
     model_type: str
     prefix: str
     qk_norm: bool = False
     experts: bool = False
+    source: str | None = None
 
     @property
     def module(self) -> str:
         """Dotted name of the Transformers module that defines the family's classes."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        return self.source or f"transformers.models.{self.model_type}.modeling_{self.model_type}"
 
     def cls(self, part: str) -> type:
         """Return the family's class for ``part``: Model, DecoderLayer, Attention, MLP, RMSNorm, Experts."""
@@ -46,7 +48,10 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3Moe", qk_norm=True, experts=True),
     )
 }
-TRANSFORMERS = ("5.5", "5.17")  # releases [low, high) that patch.py is for; its tests ran with 5.10.4 and 5.16.1
+TRANSFORMERS = (
+    "5.5",
+    "5.17",
+)  # releases [low, high) that the forwards are written for; its tests ran with 5.10.4 and 5.16.1
 
 
 def get(model_type: str, key: str = "model_type") -> Family:

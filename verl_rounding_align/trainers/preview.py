@@ -13,7 +13,8 @@ from packaging.version import Version
 from ..engines import auto, presets
 from ..plan import AUTO, Request, find_preset, parse_request
 from . import families
-from .huggingface import Alignment, align
+from .alignment import Alignment
+from .huggingface import align
 
 
 def installed_vllm() -> str:
