@@ -113,22 +113,23 @@ def probe(
     json: Json = None,
 ) -> None:
     """Run the engine's own layers on known inputs against every subset of points; exit 0 if each has one match that no preset denies."""
-    from .engines.probe import run as probe_vllm
+    from .engines import probe as found_in
+    from .engines.probe.run import run_probe
     from .report import rows as report
 
     try:
         compilation = loads(compilation_config)
     except ValueError as error:
         raise ValueError(f"compilation-config={compilation_config!r}: not JSON: {error}") from error
-    found = probe_vllm.run_probe(model, family, engine, mode, compilation=compilation, dtype=dtype)
-    report.show(probe_vllm.render(found.rows), *(f"{m}: {f}" for m, f in found.fingerprints.items()))
+    found = run_probe(model, family, engine, mode, compilation=compilation, dtype=dtype)
+    report.show(found_in.render(found.rows), *(f"{m}: {f}" for m, f in found.fingerprints.items()))
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
         Path(json).write_text(found.to_json(versions=report.versions()) + "\n")
     refuted = found.refuted(report.show)
     for line in refuted:
         report.show(f"preset refuted: {line}")
-    raise typer.Exit(1 if refuted else probe_vllm.exit_code(found.rows))
+    raise typer.Exit(1 if refuted else found_in.exit_code(found.rows))
 
 
 @app.command()

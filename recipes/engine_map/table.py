@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from verl_rounding_align.engines.presets import PRESETS, Preset, resolve
-from verl_rounding_align.engines.probe.bitwise import EXACT, Row, refute
+from verl_rounding_align.engines.probe import EXACT, Row, refute
 from verl_rounding_align.engines.probe.result import row_from_json
 from verl_rounding_align.report import rows as report
 from verl_rounding_align.report.rows import points as braces

@@ -15,9 +15,8 @@ from test_probe import CASES, SPEC, Toy
 from tiny import tiny, tokens, verified
 
 from verl_rounding_align import align
-from verl_rounding_align.engines import auto, presets
+from verl_rounding_align.engines import auto, presets, probe
 from verl_rounding_align.engines.presets import BITWISE, UNPROVEN
-from verl_rounding_align.engines.probe import bitwise as probe
 from verl_rounding_align.engines.probe import result
 from verl_rounding_align.engines.probe.result import Result
 from verl_rounding_align.engines.spec import ModelSpec

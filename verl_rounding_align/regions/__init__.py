@@ -2,7 +2,7 @@
 
 A new region is one file here (the function and its row ``REGION``) and its name in ``REGIONS``. Everything else that is
 said of regions, groups and site kinds anywhere in the package is derived from these rows. Three rooms then ask for one
-row each: ``engines/presets.py`` (what an engine stores), ``engines/probe/sites.py`` (how to ask an engine) and
+row each: ``engines/presets.py`` (what an engine stores), ``engines/probe/questions.py`` (how to ask an engine) and
 ``trainers/sites.py`` (where the region runs in a Hugging Face model).
 
 >>> list(KINDS), GROUPS["carry"].region

