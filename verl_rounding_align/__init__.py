@@ -1,27 +1,27 @@
 """verl-rounding-align: make the training side round where the inference engine rounds.
 
-Layers, each importing only from those above it:
+Rooms, from the ground up; each imports only from those above it in this list:
 
-    formats.py       storage formats emulated in fp32, for coarser storage than any dtype has
     rounding.py      a rounding point: stored in the model dtype, or kept in fp32
+    formats.py       storage formats emulated in fp32, for coarser storage than any dtype has
+    regions/         the fused regions: maths, points, groups and site kinds; one table from which all names follow
     families.py      Hugging Face model families as data
-    fingerprint.py   everything of an engine that moves its rounding, as one value
-    metrics.py       mismatch estimators, phantom clipping: pure tensor functions
-    trend.py         is a series over training steps growing, or has it jumped: an alarm with an error rate
-    report.py        rows to a terminal, Markdown, HTML, JSON
-    regions/         the fused regions' maths, once, with named rounding points
     backend.py       how a region function runs: op by op, or compiled with its points kept
-    presets.py       engines as data: the points each one stores, source, versions, evidence, verified fingerprints
-    engine/          what an inference engine really does: probe, site map, auto
-    plan.py          config value + engine -> Plan (frozen, printable); errors about the key's value
-    patch.py         claim -> check -> apply -> undo; the only file that assigns ``.forward``
-    preview.py       what a plan would patch, from a model's config alone
-    measure/         gap, attribution, landing score, triage, overhead: tools that return rows
-    integrations/    verl, verl on CPU, vLLM: only these and engine/ import a framework
+    releases.py      one sentence for a release of another package that nothing here was tested with
+    postimport.py    run a function right after a module has been imported
+    engines/         what an inference engine stores: presets, fingerprint, probe, schedule, auto; one room per engine
+    plan.py          config value + engine -> Plan (frozen, printable, one value for the workers); errors about the key's value
+    trainers/        how a model is made to round: places, checks, forwards, Alignment
+    monitor/         what every framework logs in a step: mismatch, phantom clipping, trend and alarm
+    logprobs/        paired log-probs from anywhere, and intervals
+    report/          rows to a terminal, Markdown, HTML, JSON, pictures
+    gap/ triage/ overhead/ landing/    one tool, one room
+    integrations/    training frameworks: one room each; only hooks and translation
     cli.py           subcommands, no logic
 
-A new engine is one row in presets.py, a new model family one row in families.py, a new region one file in regions/ and a
-row in its table; their tests come by parametrisation.
+Where something new goes: a region is a file in regions/, an engine's preset a row in engines/presets.py, an engine a room in
+engines/, a model family a row in families.py, a trainer that is no Hugging Face model a file in trainers/, a framework a room
+in integrations/, a metric of a training step a function in monitor/, a tool a room. tests/test_rooms.py adds one of each.
 
 Public names are loaded at first use, so that an entry point which imports this package costs next to nothing.
 """

@@ -376,7 +376,10 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
     monkeypatch.setattr("verl_rounding_align.trainers.huggingface.transformers.__version__", "4.57.0")
     with pytest.raises(ValueError) as error:
         validate(updated(f"+{KEY}=rope"))
-    assert str(error.value) == "transformers 4.57.0 is installed; rounding_align patches releases >=5.5,<5.17"
+    assert (
+        str(error.value)
+        == "rounding_align works with transformers >=5.5,<5.17 (tested with 5.10.4 and 5.16.1); transformers 4.57.0 is installed"
+    )
 
 
 @pytest.mark.parametrize(

@@ -477,7 +477,7 @@ def test_a_compiled_model_is_an_error():
 def test_another_transformers_release_is_an_error(monkeypatch):
     monkeypatch.setattr(patch.transformers, "__version__", "4.57.0")
     assert error_of(tiny("qwen3"), "rope") == (
-        "transformers 4.57.0 is installed; rounding_align patches releases >=5.5,<5.17"
+        "rounding_align works with transformers >=5.5,<5.17 (tested with 5.10.4 and 5.16.1); transformers 4.57.0 is installed"
     )
 
 

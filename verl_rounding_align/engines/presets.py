@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
+from .. import releases
 from ..regions import GROUPS, KINDS, REGIONS
 from .fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, judge
 
@@ -94,8 +95,9 @@ class Preset:
 
     def covers(self, version: str) -> bool:
         """Return whether an engine release (``0.30.0``, ``0.30.0+cpu``) lies in this row's range."""
-        release, (low, high) = Version(Version(version).base_version), self.versions
-        return (low is None or Version(low) <= release) and (high is None or release <= Version(high))
+        low, high = self.versions
+        ends = [f">={low}"] * (low is not None) + [f"<={high}"] * (high is not None)
+        return releases.covers(SpecifierSet(",".join(ends)), version)
 
     def judge(self, running: Fingerprint) -> Judgement:
         """Return what this row is worth for a running engine: verified, unverified or contradicted, and why."""

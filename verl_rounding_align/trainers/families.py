@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
+from packaging.specifiers import SpecifierSet
+
 
 @dataclass(frozen=True)
 class Family:
@@ -48,10 +50,8 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3Moe", qk_norm=True, experts=True),
     )
 }
-TRANSFORMERS = (
-    "5.5",
-    "5.17",
-)  # releases [low, high) that the forwards are written for; its tests ran with 5.10.4 and 5.16.1
+TRANSFORMERS = SpecifierSet(">=5.5,<5.17")  # releases that the forwards are written for
+TESTED = "5.10.4 and 5.16.1"
 
 
 def get(model_type: str, key: str = "model_type") -> Family:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import nn
 
 from .. import backend as backends
-from .. import formats
+from .. import formats, releases
 from ..plan import Plan, parse_plan
 from . import checks, families, sites
 from .alignment import Alignment, Site
@@ -139,9 +138,5 @@ def _restore_frequencies(rotary: nn.Module, alignment: Alignment) -> None:
 
 
 def check_transformers() -> None:
-    """Raise ValueError unless the installed Transformers is a release that the patch is written for."""
-    low, high = families.TRANSFORMERS
-    if not Version(low) <= Version(transformers.__version__) < Version(high):
-        raise ValueError(
-            f"transformers {transformers.__version__} is installed; rounding_align patches releases >={low},<{high}"
-        )
+    """Raise ValueError unless the installed Transformers is a release that the forwards are written for."""
+    releases.check("transformers", transformers.__version__, families.TRANSFORMERS, "rounding_align", families.TESTED)
