@@ -1,11 +1,11 @@
-"""How a region function runs: op by op, or as one kernel of torch.compile. Same maths, same rounding points.
+"""How a region function runs: op by op, or as one kernel of torch.compile, with the same maths and the same rounding points.
 
-Compiled regions contain no matmul, no sharding and no module state, so one graph serves every layer and every length:
-rows are flattened to (tokens, ...) and that dimension is marked dynamic. Inductor deletes a bf16 round trip inside a
-fused kernel, and with it an interior rounding point; ``emulate_precision_casts`` keeps it, and is always on here.
+A compiled region contains no matmul, no sharding and no module state, so one graph serves every layer and every length. Rows
+are flattened to (tokens, ...), and that dimension is marked dynamic. Inductor deletes a bf16 round trip inside a fused
+kernel, and with it an interior rounding point. ``emulate_precision_casts`` keeps it, and is always on here.
 
-Either way a region is opaque to an outer ``torch.compile`` of the model (the graph breaks around it), which would
-delete interior rounding points silently.
+Either way a region is opaque to an outer ``torch.compile`` of the model: the graph breaks around it. Otherwise the outer
+compilation would delete interior rounding points without a message.
 """
 
 from __future__ import annotations

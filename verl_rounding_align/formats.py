@@ -1,22 +1,22 @@
-"""Storage formats, emulated exactly in fp32: what a rounding point stores in when that is not the model's own dtype.
+"""Storage formats that are emulated exactly in fp32, for a rounding point that is not stored in the model's own dtype.
 
-A format has ``bits`` significant bits (the hidden one included) and the exponents of fp32 and bf16, so ``p8`` *is* bf16,
-subnormals, overflow and all, and ``p4`` is what bf16 would be with four bits fewer. Values are kept in fp32 tensors and
-rounded there. On the bit pattern that is integer arithmetic: patterns are ordered as magnitudes are, so with
-s = 24 - bits dropped bits
+A format has ``bits`` significant bits (the hidden one included) and the exponents of fp32 and bf16. So ``p8`` *is* bf16, with
+its subnormals and its overflow, and ``p4`` is what bf16 would be with four bits fewer. Values stay in fp32 tensors and are
+rounded there. Rounding is integer arithmetic on the bit pattern, because patterns are ordered as magnitudes are. With
+s = 24 - bits dropped bits,
 
     round(i) = (i + 2^(s-1) - 1 + (i >> s & 1)) with its low s bits cleared
 
-is round to nearest, ties to the even pattern, for either sign, normal and subnormal alike; a carry out of the largest
+rounds to nearest, with ties to the even pattern, for either sign, normal and subnormal alike. A carry out of the largest
 finite number gives infinity, as IEEE 754 has it (from half a step above that number on). NaN stays NaN. ``fp16`` has
 exponents of its own and is torch's cast there and back. ``fp32`` stores everything.
 
-Gradients. A real cast's backward casts the gradient to the dtype of its input, which is wider: exact. What makes
-gradients coarse in a bf16 model is that the gradient *of* a bf16 tensor is a bf16 tensor: the operator that reads the
-value writes its gradient in bf16. So :meth:`Format.store` is straight-through, and stores the gradient that arrives in
-the format too, or in another one (``gradients``): with coarse values and bf16 gradients, what rounding does to log-probs
-is large and what it does to gradients is as in a real run. One difference is left: where several operators read a stored tensor, a real model stores a gradient for
-each and then their sum; here the sum alone is stored.
+Gradients. The backward of a real cast casts the gradient to the dtype of its input, which is wider, so it is exact. Gradients
+are coarse in a bf16 model because the gradient *of* a bf16 tensor is a bf16 tensor: the operator that reads the value writes
+its gradient in bf16. So :meth:`Format.store` is straight-through, and stores the gradient that arrives in the format too, or
+in another one (``gradients``). With coarse values and bf16 gradients, rounding moves log-probs much, and gradients as much as
+in a real run. One difference is left: where several operators read a stored tensor, a real model stores a gradient for each
+and then their sum. Here the sum alone is stored.
 """
 
 from __future__ import annotations

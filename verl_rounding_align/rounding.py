@@ -1,15 +1,15 @@
 """Rounding points: where an intermediate is stored in the model dtype, and where it stays in fp32.
 
-A rounding point is a *named* intermediate of a fused region. Storing it means one round-to-nearest-even to the model
-dtype (bf16 in training); not storing it means that the next operator reads the fp32 value. What an engine does in a
-region is a set of point names, so presets, region subsets, probe candidates and error messages are all sets over the
-same names, and each region's maths is written once.
+A rounding point is a *named* intermediate of a fused region. To store it means to round it once, to nearest even, to the
+model dtype (bf16 in training). Where it is not stored, the next operator reads the fp32 value. What an engine does in a
+region is therefore a set of point names. Presets, groups, probe candidates and error messages are all sets over the same
+names, and each region's maths is written once.
 
-What a stored value is stored *in* is the Rounding's matter, not the region's: the model dtype by a cast, or a format that
-is emulated in an fp32 model (``formats.py``), for experiments with coarser storage than any dtype has.
+The Rounding decides the format of what is stored, and regions do not know it: it is the model dtype, by a cast, or a format
+that is emulated in an fp32 model (``formats.py``), for experiments with coarser storage than any dtype has.
 
 Store once and upcast at each use: ``h = up(rnd("sum", total, dtype))``. A cast pair ``x.to(bf16).float()`` at each use
-would give the same forward values and different gradients (Hugging Face rounds the gradient once per consumer).
+would give the same forward values and different gradients, since Hugging Face rounds the gradient once per consumer.
 """
 
 from __future__ import annotations
