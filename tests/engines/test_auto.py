@@ -4,18 +4,20 @@ what has no exact answer is left out and said; a result of another model, mode o
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import pytest
 import torch
 from test_probe import CASES, SPEC, Toy
 from tiny import tiny, tokens, verified
 
 from verl_rounding_align import align
-from verl_rounding_align.engines import auto, presets, probe
+from verl_rounding_align.engines import auto, cards, presets, probe, process
 from verl_rounding_align.engines.presets import BITWISE, UNPROVEN
 from verl_rounding_align.engines.probe import result
 from verl_rounding_align.engines.probe.result import Result
@@ -172,33 +174,33 @@ def engine(monkeypatch, tmp_path):
         result=Result(spec, rows, {"compiled": COMPILED}),
         status=0,
         model=str(tmp_path),
-        waits=0,
-        killed=False,
+        looks=(),  # after how many seconds to tell that it runs
+        meanwhile=lambda: None,
+        hangs=False,
     )
     from transformers import AutoConfig
 
     AutoConfig.for_model("llama").save_pretrained(tmp_path)
 
-    class Popen:
-        """Ends after ``state.waits`` timeouts."""
+    def run(module, command, *, limit, out, environment, every, tell):
+        assert (module, limit, every) == ("verl_rounding_align", auto.TIMEOUT, auto.PATIENCE)
+        state.calls.append((command, environment))
+        state.meanwhile()
+        for seconds in state.looks:
+            tell(seconds)
+        if state.hangs:
+            raise process.TimeLimit("it hangs")
+        if state.result is not None:
+            Path(command[command.index("--json") + 1]).write_text(state.result.to_json())
+        return state.status
 
-        def __init__(self, command, stdout, env):
-            state.calls.append((command, env))
-            self.waits = state.waits
-            if state.result is not None:
-                Path(command[command.index("--json") + 1]).write_text(state.result.to_json())
-
-        def wait(self, timeout=None):
-            self.waits -= 1
-            if self.waits >= 0 and timeout is not None:
-                raise subprocess.TimeoutExpired("probe", timeout)
-            return state.status
-
-        def kill(self):
-            state.killed = True
-
-    monkeypatch.setattr(auto.subprocess, "Popen", Popen)
+    monkeypatch.setattr(process, "run", run)
     return state
+
+
+def results() -> list[Path]:
+    """Return the kept results; locks lie beside them."""
+    return sorted(auto.folder().glob("*.json"))
 
 
 ROLLOUT = auto.Rollout("0.30.0", "cpu", eager=False)
@@ -212,8 +214,7 @@ def test_an_engine_is_asked_once_and_the_answer_kept(engine):
     assert len(said) == 2 and said[0].startswith("rounding_align: asking vllm 0.30.0, compiled, cpu where it rounds")
     assert origin.startswith("probed now, ") and later.startswith("probed earlier, ")
     command, _ = engine.calls[0]
-    assert command[1:7] == ["-m", "verl_rounding_align", "probe", "--model", engine.model, "--mode"]
-    assert command[command.index("--mode") + 1] == "compiled"
+    assert command[:5] == ["probe", "--model", engine.model, "--mode", "compiled"]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +229,9 @@ def test_another_engine_is_asked_again_with_its_own_settings(engine, other):
     auto.probe(engine.model, ROLLOUT, say=lambda text: None)
     auto.probe(engine.model, other, say=lambda text: None)
     assert len(engine.calls) == 2
-    command, env = engine.calls[1]
+    command, environment = engine.calls[1]
     assert json.loads(command[command.index("--compilation-config") + 1]) == dict(other.compilation)
-    assert env.items() >= other.environment.items()
+    assert environment == other.environment
 
 
 def test_another_variable_in_the_environment_asks_again(engine, monkeypatch):
@@ -254,11 +255,11 @@ def test_a_probe_that_fails_says_what_to_do_and_keeps_nothing(engine):
         "`verl-rounding-align probe --json FILE` where the engine runs and set rounding_align={regions: all, engine: FILE}, or "
         "name a preset"
     )
-    assert list(auto.folder().iterdir()) == []
+    assert results() == []
 
 
 def test_a_device_that_is_not_here_is_refused_before_the_probe(engine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(auto, "cards", lambda device: ())
     with pytest.raises(
         ValueError, match=r"^rounding_align='auto': the rollout runs on cuda, and there is none here; run "
     ):
@@ -268,35 +269,91 @@ def test_a_device_that_is_not_here_is_refused_before_the_probe(engine, monkeypat
 
 @pytest.mark.parametrize("other", [replace(ROLLOUT, device="cuda"), replace(ROLLOUT, version="0.19.0")], ids=str)
 def test_an_answer_of_another_engine_is_refused_and_not_kept(engine, monkeypatch, other):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(auto, "cards", lambda device: ("NVIDIA H200, 9.0",))
     with pytest.raises(ValueError) as error:
         auto.probe(engine.model, other, say=lambda text: None)
     assert str(error.value).startswith(
         f"rounding_align='auto': the rollout is vllm {other.version} on {other.device}, and the probe found 0.30.0 on cpu here"
     )
-    assert list(auto.folder().iterdir()) == []
+    assert results() == []
 
 
 def test_a_slow_probe_gives_signs_of_life(engine):
-    said, engine.waits = [], 2
+    said, engine.looks = [], (20.01, 40.3)
     auto.probe(engine.model, ROLLOUT, say=said.append)
-    assert (
-        said[1:3] == ["rounding_align: still asking, 20 s", "rounding_align: still asking, 40 s"] and not engine.killed
-    )
+    assert said[1:3] == ["rounding_align: still asking, 20 s", "rounding_align: still asking, 40 s"]
 
 
 def test_a_probe_that_hangs_is_ended(engine):
-    engine.waits, engine.result = 10**6, None
+    engine.hangs = True
     with pytest.raises(
         ValueError, match=r"^rounding_align='auto': the probe of .* ended with no answer in 600 s \(see above\); run "
     ):
         auto.probe(engine.model, ROLLOUT, say=lambda text: None)
-    assert engine.killed
+
+
+def test_two_jobs_that_need_one_answer_ask_once(engine, monkeypatch):
+    """The first job's probe does not end before the second job has said that it waits."""
+    monkeypatch.setattr(auto, "PATIENCE", 0.01)
+    waits, found, said = threading.Event(), [], []
+
+    def say(text: str) -> None:
+        said.append(text)
+        waits.set()
+
+    def second() -> None:
+        found.append(auto.probe(engine.model, ROLLOUT, say=say))
+
+    other = threading.Thread(target=second)
+
+    def meanwhile() -> None:
+        other.start()
+        assert waits.wait(60)
+
+    engine.meanwhile = meanwhile
+    first, origin = auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    other.join(60)
+    (file,) = results()
+    assert len(engine.calls) == 1 and found == [(first, f"probed by another job, {file}")]
+    assert origin == f"probed now, {file}"
+    assert said[0].startswith("rounding_align: another job asks this engine, waited ")
+
+
+def test_a_job_waits_no_longer_than_a_probe_may_take(engine, monkeypatch):
+    monkeypatch.setattr(auto, "PATIENCE", 0.01)
+    monkeypatch.setattr(auto, "TIMEOUT", 0.02)
+    spec = auto.sized(engine.model, ROLLOUT)
+    auto.folder().mkdir()
+    said = []
+    with filelock.FileLock(auto.kept(ROLLOUT, spec).with_suffix(".lock")):
+        assert auto.probe(engine.model, ROLLOUT, say=said.append)[1].startswith("probed now, ")
+    assert said[:2] == [
+        f"rounding_align: another job asks this engine, waited {waited} s for its answer" for waited in (0.01, 0.02)
+    ]
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize("error", [OSError("no locks available"), NotImplementedError()], ids=["refused", "unknown"])
+def test_where_there_are_no_locks_the_engine_is_asked_all_the_same(engine, monkeypatch, error):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    assert len(engine.calls) == 1 and len(results()) == 1
+
+
+def test_results_are_kept_in_the_users_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv(auto.FOLDER, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not sys.platform.startswith("linux") or auto.folder() == tmp_path / "verl-rounding-align"
+    monkeypatch.setenv(auto.FOLDER, str(tmp_path / "own"))
+    assert auto.folder() == tmp_path / "own"
 
 
 def test_a_damaged_file_is_replaced(engine):
     auto.probe(engine.model, ROLLOUT, say=lambda text: None)
-    (file,) = auto.folder().iterdir()
+    (file,) = results()
     file.write_text("{")
     assert auto.probe(engine.model, ROLLOUT, say=lambda text: None)[0] == engine.result.preset("compiled")
     assert len(engine.calls) == 2 and file.read_text() != "{"
@@ -325,3 +382,107 @@ def test_the_engine_is_asked_in_the_dtype_it_is_given(engine):
     auto.probe(engine.model, replace(ROLLOUT, dtype="float16"), say=lambda text: None)
     command, _ = engine.calls[0]
     assert command[command.index("--dtype") + 1] == "float16"
+
+
+# ---- GPUs
+
+H200, H100 = "NVIDIA H200, 9.0", "NVIDIA H100 80GB HBM3, 9.0"
+
+
+def test_on_a_gpu_a_result_is_kept_for_the_cards_not_for_the_host(monkeypatch):
+    """The host's name was the key: a new node asked again, and one with other cards kept its old answer."""
+    spec, rollout = ModelSpec.from_family("llama"), replace(ROLLOUT, device="cuda")
+
+    def file(host: str, *found: str) -> Path:
+        monkeypatch.setattr("platform.node", lambda: host)
+        monkeypatch.setattr(auto, "cards", lambda device: found)
+        return auto.kept(rollout, spec)
+
+    assert file("a", H200) == file("b", H200)
+    assert len({file("a", H200), file("a", H100), file("a", H200, H100), file("a", "NVIDIA H200, 9.1")}) == 4
+
+
+class Nvml:
+    """NVIDIA's library, as far as it is used; ``at`` fails with its error."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    CARDS = (("NVIDIA H200", (9, 0)), ("NVIDIA H200", (9, 0)), ("NVIDIA A100-SXM4-40GB", (8, 0)))
+
+    def __init__(self, at: str = ""):
+        self.at, self.open = at, 0
+
+    def _call(self, name: str, value=None):
+        if name == self.at:
+            raise self.NVMLError(name)
+        return value
+
+    def nvmlInit(self):
+        self._call("init")
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        return self._call("count", len(self.CARDS))
+
+    def nvmlDeviceGetHandleByIndex(self, i):
+        return self.CARDS[i]
+
+    def nvmlDeviceGetName(self, card):
+        return card[0]
+
+    def nvmlDeviceGetCudaComputeCapability(self, card):
+        return card[1]
+
+
+def test_nvml_is_asked_and_torch_is_left_alone(monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(process, "run", lambda *args, **kwargs: pytest.fail("torch was asked"))
+    for name in ("is_available", "device_count", "get_device_properties", "init"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: pytest.fail("CUDA was started here"))
+    assert cards.cards("cuda") == ("NVIDIA A100-SXM4-40GB, 8.0", "NVIDIA H200, 9.0") and nvml.open == 0
+
+
+@pytest.mark.parametrize("at", ["init", "count", None])
+def test_without_nvml_torch_is_asked_in_another_process(monkeypatch, at):
+    """What hides cards from this process does not hide them there."""
+    nvml = Nvml(at)
+    monkeypatch.setitem(sys.modules, "pynvml", None if at is None else nvml)  # None: the import fails
+    asked = []
+
+    def run(module, *, out, limit, environment, name):
+        asked.append((module, environment))
+        out.write_text(json.dumps([H200, H200]))
+        return 0
+
+    monkeypatch.setattr(process, "run", run)
+    assert cards.cards("cuda") == (H200,) and nvml.open == 0
+    assert asked == [(cards.__name__, dict.fromkeys(cards.HIDING))]
+
+
+def test_rocms_cards_are_torchs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setattr(process, "run", lambda *args, out, **kwargs: out.write_text('["AMD Instinct MI300X, gfx942"]'))
+    assert cards.cards("rocm") == ("AMD Instinct MI300X, gfx942",)
+
+
+@pytest.mark.parametrize("said", ["", "Segmentation fault", None], ids=["nothing", "no JSON", "no end"])
+def test_where_torch_has_no_answer_there_are_no_cards(monkeypatch, said):
+    def run(*args, out, **kwargs):
+        if said is None:
+            raise process.TimeLimit("torch did not end")
+        out.write_text(said)
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(process, "run", run)
+    assert cards.cards("cuda") == ()
+
+
+def test_torch_names_its_cards_as_nvml_does(monkeypatch, capsys):
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    cards.main()
+    assert json.loads(capsys.readouterr().out) == [H200]

@@ -144,10 +144,13 @@ def test_standard_output_can_go_to_a_file_of_its_own(programs, tmp_path):
     assert ((tmp_path / "table").read_text(), (tmp_path / "log").read_text()) == ("table\n", "said\n")
 
 
-def test_variables_are_set_for_the_process_alone(programs, tmp_path):
-    module = programs("variable", "import os", "print(os.environ['VERL_ROUNDING_ALIGN_TEST'])")
-    process.run(module, limit=60, log=tmp_path / "log", environment={"VERL_ROUNDING_ALIGN_TEST": "7"})
-    assert (tmp_path / "log").read_text() == "7\n" and "VERL_ROUNDING_ALIGN_TEST" not in os.environ
+def test_variables_are_set_and_removed_for_the_process_alone(programs, tmp_path, monkeypatch):
+    name, other = "VERL_ROUNDING_ALIGN_TEST", "VERL_ROUNDING_ALIGN_OTHER"
+    monkeypatch.setenv(other, "8")
+    module = programs("variable", "import os", f"print(os.environ['{name}'], os.environ.get('{other}'))")
+    process.run(module, limit=60, log=tmp_path / "log", environment={name: "7", other: None})
+    assert (tmp_path / "log").read_text() == "7 None\n"
+    assert name not in os.environ and os.environ[other] == "8"
 
 
 def test_a_signal_that_ended_the_process_is_its_status(programs, tmp_path):

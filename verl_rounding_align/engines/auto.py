@@ -1,11 +1,12 @@
 """``rounding_align=auto``: the engine that the rollout will run is probed once, and the result is kept.
 
-A result is kept under a key of everything the engine's fingerprint depends on that is known before the engine starts:
-releases, device and machine, mode, the rollout's dtype and compilation settings, environment variables, the model's sizes,
-and the probe's own code. The fingerprint itself stands in the file, and is compared with the one that the running engine
-publishes.
+A result is kept under a key of everything that the engine's fingerprint depends on and that is known before the engine
+starts: releases, device, what kernels are built for there, mode, the rollout's dtype and compilation settings, environment
+variables, the model's sizes, and the probe's own code. The fingerprint itself stands in the file, and is compared with the
+one that the running engine publishes. Several jobs that need the same result wait for one that makes it.
 
-The probe runs in a process of its own: a driver that imports an engine would start its platform.
+The probe runs in a process of its own: a driver that imports an engine would start its platform. For the same reason this
+process asks no GPU anything through torch (:mod:`.cards`).
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import functools
 import hashlib
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
+import filelock
+import platformdirs
 import torch
 
+from . import process
+from .cards import cards
 from .presets import Preset
 from .probe import result
 from .spec import ModelSpec
@@ -73,9 +75,9 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _machine(device: str) -> str:
-    """Return what kernels are chosen by: a CPU's instruction sets; elsewhere the host, whose cards are not asked here."""
-    return arch(device) if device == "cpu" else platform.node()
+def _machine(device: str) -> list[str]:
+    """Return what kernels are chosen by: a CPU's instruction sets, the GPUs."""
+    return [arch(device)] if device == "cpu" else list(cards(device))
 
 
 def sized(model: str, rollout: Rollout) -> ModelSpec:
@@ -90,9 +92,7 @@ def sized(model: str, rollout: Rollout) -> ModelSpec:
 
 def folder() -> Path:
     """Return the folder of kept results: $VERL_ROUNDING_ALIGN_CACHE, or one in the user's cache folder."""
-    if os.environ.get(FOLDER):
-        return Path(os.environ[FOLDER])
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl-rounding-align"
+    return Path(os.environ.get(FOLDER) or platformdirs.user_cache_dir("verl-rounding-align", appauthor=False))
 
 
 def kept(rollout: Rollout, spec: ModelSpec) -> Path:
@@ -123,62 +123,104 @@ def probe(
         model: folder or hub name with the model's config.json.
         rollout: the engine.
         key: the config key, for messages.
-        say: called with a line before and after a probe, and now and then while it runs.
+        say: called with a line before and after a probe, and now and then while it runs or another job's is waited for.
 
     Raises:
         ValueError: the model's config cannot be read, the probe cannot run here, or its result cannot be kept.
     """
     spec = sized(model, rollout)
     file = kept(rollout, spec)
-    if file.is_file():
-        with contextlib.suppress(ValueError):  # a damaged file: ask again
-            return result.load(file, spec, rollout.mode, key), f"probed earlier, {file}"
+
+    def earlier() -> Preset | None:
+        if file.is_file():
+            with contextlib.suppress(ValueError):  # a damaged file: ask again
+                return result.load(file, spec, rollout.mode, key)
+        return None
+
+    found = earlier()
+    if found is not None:
+        return found, f"probed earlier, {file}"
     elsewhere = (
         f"run `verl-rounding-align probe --json FILE` where the engine runs and set {key}={{regions: all, engine: FILE}}, or "
         "name a preset"
     )
-    if rollout.device != "cpu" and not torch.cuda.is_available():
+    if rollout.device != "cpu" and not cards(rollout.device):
         raise ValueError(f"{key}='auto': the rollout runs on {rollout.device}, and there is none here; {elsewhere}")
-    say(
-        f"rounding_align: asking {str(rollout).removeprefix('rollout ')} where it rounds, about a minute; once, then kept"
-    )
-    start = time.monotonic()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
-            made = Path(temporary) / "probe.json"
-            status = _run(model, rollout, made, say)
-            if not made.is_file():
-                raise ValueError(f"{key}='auto': the probe of {rollout} ended with {status} (see above); {elsewhere}")
-            found = result.load(made, spec, rollout.mode, key)
-            if (found.versions[0], found.device) != (rollout.version, rollout.device):
-                raise ValueError(
-                    f"{key}='auto': the rollout is vllm {rollout.version} on {rollout.device}, and the probe found "
-                    f"{found.versions[0]} on {found.device} here; {elsewhere}"
-                )
-            made.replace(file)
+        with _alone(file, say):
+            found = earlier()
+            if found is not None:
+                return found, f"probed by another job, {file}"
+            say(
+                f"rounding_align: asking {str(rollout).removeprefix('rollout ')} where it rounds, about a minute; once, "
+                "then kept"
+            )
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
+                made = Path(temporary) / "probe.json"
+                status = _run(model, rollout, made, say)
+                if not made.is_file():
+                    raise ValueError(
+                        f"{key}='auto': the probe of {rollout} ended with {status} (see above); {elsewhere}"
+                    )
+                found = result.load(made, spec, rollout.mode, key)
+                if (found.versions[0], found.device) != (rollout.version, rollout.device):
+                    raise ValueError(
+                        f"{key}='auto': the rollout is vllm {rollout.version} on {rollout.device}, and the probe found "
+                        f"{found.versions[0]} on {found.device} here; {elsewhere}"
+                    )
+                made.replace(file)
     except OSError as error:
         raise ValueError(f"{FOLDER}={str(folder())!r}: results cannot be kept there: {error}; name a folder") from error
     say(f"rounding_align: probed in {time.monotonic() - start:.0f} s, kept in {file}")
     return found, f"probed now, {file}"
 
 
+@contextlib.contextmanager
+def _alone(file: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Let one job at a time make a result; the lock ends with its process.
+
+    Nobody waits longer than a probe may take. Where a file system has no locks, every job makes the result for itself.
+
+    Args:
+        file: the result; the lock is a file beside it.
+        say: called with a line now and then while another job is waited for.
+    """
+    lock = filelock.FileLock(file.with_suffix(".lock"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        waited = 0
+        while waited < TIMEOUT:
+            try:
+                lock.acquire(timeout=PATIENCE)
+                break
+            except filelock.Timeout:
+                waited += PATIENCE
+                say(f"rounding_align: another job asks this engine, waited {waited} s for its answer")
+            except (NotImplementedError, OSError):
+                break
+        yield
+
+
 def _run(model: str, rollout: Rollout, made: Path, say: Callable[[str], None]) -> str:
     """Run the probe in a process of its own, result in ``made``; return how it ended.
 
-    Status 1 with a result is an answer: some site has no exact one, and the result says which.
+    Its table goes to a file beside ``made``, its progress to the terminal. Status 1 with a result is an answer: some site
+    has no exact one, and the result says which.
     """
-    command = [sys.executable, "-m", "verl_rounding_align", "probe", "--model", model, "--mode", rollout.mode]
-    command += ["--dtype", rollout.dtype, "--compilation-config", json.dumps(dict(rollout.compilation))]
-    # its table goes to a file, its progress to the terminal
-    with made.with_suffix(".txt").open("w") as table:
-        environment = {**os.environ, **rollout.environment}
-        process = subprocess.Popen([*command, "--json", str(made)], stdout=table, env=environment)
-        for waited in range(PATIENCE, TIMEOUT + 1, PATIENCE):
-            try:
-                return f"status {process.wait(PATIENCE)}"
-            except subprocess.TimeoutExpired:
-                say(f"rounding_align: still asking, {waited} s")
-        process.kill()
-        process.wait()
-    return f"no answer in {TIMEOUT} s"
+    arguments = ["probe", "--model", model, "--mode", rollout.mode, "--dtype", rollout.dtype]
+    arguments += ["--compilation-config", json.dumps(dict(rollout.compilation)), "--json", str(made)]
+    try:
+        status = process.run(
+            "verl_rounding_align",
+            arguments,
+            limit=TIMEOUT,
+            out=made.with_suffix(".txt"),
+            environment=rollout.environment,
+            every=PATIENCE,
+            tell=lambda seconds: say(f"rounding_align: still asking, {seconds:.0f} s"),
+        )
+    except process.TimeLimit:
+        return f"no answer in {TIMEOUT} s"
+    return f"status {status}"

@@ -73,7 +73,7 @@ def run(
     limit: float,
     log: Path | None = None,
     out: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     silence: bool = False,
     every: float = 1.0,
     tell: Callable[[float], None] = lambda seconds: None,
@@ -87,7 +87,7 @@ def run(
         limit: seconds that it may take; with ``silence``, seconds that may pass without a new line in ``log``.
         log: file for what it writes to both streams; None for the streams of this process.
         out: file for its standard output alone.
-        environment: variables to set, beside those of this process.
+        environment: variables to set beside those of this process; None removes one.
         every: seconds between two calls of ``tell``.
         tell: called while it runs, with the seconds since it was started.
         name: what it is called in the error.
@@ -122,12 +122,13 @@ def run(
             tell(now - started)
 
 
-def _environment(values: Mapping[str, str]) -> dict[str, str]:
+def _environment(values: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment of a process: an empty entry of PYTHONPATH, easily made by ``$PYTHONPATH:/more``, is the
     current folder, and goes before Python's own modules."""
     found = {**os.environ, **values, "PYTHONSAFEPATH": "1"}
-    folders = found.get("PYTHONPATH", "").split(os.pathsep)
-    return {**found, "PYTHONPATH": os.pathsep.join(folder for folder in folders if folder not in ("", "."))}
+    folders = (found.get("PYTHONPATH") or "").split(os.pathsep)
+    found["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder not in ("", "."))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _end(process: subprocess.Popen) -> None:
