@@ -16,7 +16,7 @@ from pathlib import Path
 
 from alternatives_gap import EMULATED
 
-from verl_rounding_align.gap import rollouts as rollout
+from verl_rounding_align.engines.vllm import generate as rollout
 from verl_rounding_align.overhead import measure as overhead
 from verl_rounding_align.report import rows as report
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl_rounding_align.gap import rollouts as rollout
+from verl_rounding_align.engines.vllm import generate as rollout
+from verl_rounding_align.report.rows import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "outputs" / "triage"
@@ -77,7 +78,7 @@ def generate(model: str, mode: str, tokens: int, seed: int) -> None:
         if logprobs_mode != mode or (OUT / name / "rollouts.safetensors").exists():
             continue
         engine = engine or rollout.start(model, eager=True, seed=seed, logprobs_mode=mode)
-        options = dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        options = dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, versions=versions())
         asked = prompts()[:4] * 8 if name == "groups" else prompts()
         rollout.generate(engine, asked, 1 if name == "groups" else tokens, **options, model=model, mode="eager").save(
             OUT / name
@@ -113,7 +114,8 @@ def generate_random(family: str, tokenizer: str) -> None:
     """Sample from a random model, in this process."""
     folder = str(random_model(family, tokenizer))
     engine = rollout.start(folder, eager=True, length=128, seed=3, logprobs_mode="processed_logprobs")
-    sample = rollout.generate(engine, prompts(), 6000, length=128, seed=3, model=folder, mode="eager")
+    made_with = dict(model=folder, mode="eager", versions=versions())
+    sample = rollout.generate(engine, prompts(), 6000, length=128, seed=3, **made_with)
     sample.save(OUT / f"random {family}")
 
 

@@ -26,6 +26,7 @@ from tiny import VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
 from verl_rounding_align import align, cli, parse_plan
+from verl_rounding_align.engines import process
 from verl_rounding_align.engines.presets import get
 from verl_rounding_align.gap import arms
 from verl_rounding_align.gap import measure as gap
@@ -35,6 +36,7 @@ from verl_rounding_align.gap.rollouts import NextTokens, Rollouts, make
 from verl_rounding_align.gap.score import LAYOUTS, score
 from verl_rounding_align.logprobs.tally import VERSION, gap_row
 from verl_rounding_align.report import pages as gap_report
+from verl_rounding_align.report import rows as report
 from verl_rounding_align.triage import detect as triage
 from verl_rounding_align.triage.run import read_gap, run_triage
 
@@ -634,91 +636,6 @@ def test_the_command_measures_a_real_engine(tmp_path):
     assert not torch.allclose(there, rollouts.log_probs[(whole.at + 1) % len(chosen_all)], atol=2**-6, rtol=0)
 
 
-class Engine:
-    """vLLM's interface, as far as ``generate`` uses it: a response is drawn from a request's seed alone."""
-
-    def __init__(self, prefix_cache: bool = False):
-        ns = SimpleNamespace
-        config = ns(
-            device_config=ns(device_type="cpu"),
-            model_config=ns(logprobs_mode="raw_logprobs"),
-            cache_config=ns(enable_prefix_caching=prefix_cache),
-        )
-        self.llm_engine, self.rounds = ns(vllm_config=config), 0
-
-    def get_tokenizer(self):
-        return SimpleNamespace(chat_template=None, encode=lambda prompt: [ord(c) for c in prompt])
-
-    def generate(self, requests, sampling):
-        self.rounds += 1
-        results = []
-        for s in sampling:
-            rng = np.random.default_rng(s.seed)
-            ids = rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
-            log_probs = [{t: SimpleNamespace(logprob=-float(rng.exponential()))} for t in ids]
-            results.append(
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=log_probs)], num_cached_tokens=0)
-            )
-        return results
-
-
-@pytest.mark.vllm
-def test_an_interrupted_generation_goes_on_after_its_last_round():
-    def sample(engine, **options):
-        return rollout.generate(engine, ["ab", "cde", "f"], 40, seed=7, **options)
-
-    whole, kept = sample(Engine()), []
-
-    def stop(rollouts):
-        kept.append(rollouts)
-        if len(kept) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(Engine(), keep=stop)
-    again = Engine()
-    resumed = sample(again, kept=kept[-1])
-    for name in ("tokens", "offsets", "prompts", "log_probs"):
-        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
-    assert resumed.meta == whole.meta and len(whole) == 3 * (again.rounds + 2)
-    other = rollout.generate(Engine(), ["ab", "cde", "f"], 40, seed=8)
-    assert not torch.equal(other.log_probs[:5], whole.log_probs[:5])
-
-
-@pytest.mark.vllm
-def test_many_prompts_take_turns_and_a_round_is_kept_at_a_time():
-    """100 prompts: rounds of 64 in the file's order, the first again after the last, also after an interruption; with 64
-    or fewer a round is all of them."""
-    prompts = [chr(i) * (1 + i % 3) for i in range(100, 200)]
-    kept = []
-    whole = rollout.generate(Engine(), prompts, 600, keep=kept.append)
-    assert [len(r) for r in kept] == [64 * (i + 1) for i in range(len(kept))] and len(kept) >= 2
-    asked = [whole.sequence(i)[: int(whole.prompts[i])].tolist() for i in range(len(whole))]
-    assert asked == [[ord(c) for c in prompts[i % 100]] for i in range(len(whole))]
-    assert (
-        len(kept[-2].log_probs) < 600 <= len(whole.log_probs)
-    )  # no more than the round that reaches what is asked for
-    resumed = rollout.generate(Engine(), prompts, 600, kept=kept[0])
-    for name in ("tokens", "offsets", "prompts", "log_probs"):
-        assert torch.equal(getattr(resumed, name), getattr(whole, name)), name
-    few = []
-    rollout.generate(Engine(), prompts[:64], 600, keep=few.append)
-    assert [len(r) for r in few] == [64 * (i + 1) for i in range(len(few))]
-    assert torch.equal(few[0].tokens, kept[0].tokens)
-    assert not torch.equal(few[1].prompts[64:], kept[1].prompts[64:])  # the control: prompts 1 to 64 again
-
-
-def test_a_prompt_that_does_not_fit_is_named_before_the_engine_starts():
-    prompts = [[1] * 20, [1] * 300, [1] * 5]
-    assert rollout.room(prompts, 256, 8192) == rollout.room(prompts, 256, None) == 557
-    assert rollout.room(prompts, 256, 557) == 557 and rollout.room(prompts[:1], 256, 8192) == 512
-    with pytest.raises(ValueError) as error:
-        rollout.room(prompts, 256, 556)
-    assert str(error.value) == (
-        "prompt 2 of 3 has 300 tokens: with length=256 at most 299 fit the model's 556 positions"
-    )
-
-
 # ---- progress
 
 
@@ -761,47 +678,133 @@ def test_who_asks_while_rollouts_are_written_finds_whole_ones(rollouts, tmp_path
     assert rollout._meta(tmp_path / "nothing") == {}
 
 
-def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, monkeypatch):
-    """The child stands in for vLLM: what it logs and keeps is what is told, and a round's last line is not counted for the
-    next one."""
-    script = tmp_path / "python"
-    partial = tmp_path / "out" / "partial"
-    (tmp_path / "first.json").write_text(json.dumps({"response_tokens": 40, "sequences": 2}))
-    lines = [
-        "#!/bin/sh",
-        "echo 'Processed prompts:  50%|#####     | 1/2 [00:01<00:01]' >&2; sleep 2.5",
-        f"mkdir -p {partial}; cp {tmp_path}/first.json {partial}/part; mv {partial}/part {partial}/rollouts.json",
-        "echo 'Processed prompts: 100%|##########| 2/2 [00:01<00:01]' >&2; sleep 2.5",
-        f"cp {tmp_path}/done/* {tmp_path}/out/; sleep 2.5",
-    ]
-    script.write_text("\n".join(lines) + "\n")
-    script.chmod(0o755)
-    replace(rollouts, meta={"response_tokens": 102}).save(tmp_path / "done")
-    monkeypatch.setattr(sys, "executable", str(script))
-    told = []
-    make(tmp_path / "out", checkpoint, ["a", "b"], 100, eager=True, progress=lambda *x: told.append(x), length=50)
-    assert {(50, 100), (40, 120), (102, 102)} <= set(told) and (80, 120) not in told
+@pytest.fixture
+def vllm(monkeypatch):
+    """Return a stand-in for vLLM's process: ``steps`` are what it does between two looks, with its folder and its log."""
+    state = SimpleNamespace(steps=[], requests=[], status=0)
+
+    def run(module, arguments, *, log, limit, silence, environment, tell):
+        assert (module, limit, silence) == (rollout.MODULE, rollout.SILENCE, True)
+        folder = Path(arguments[0])
+        state.requests.append(json.loads((folder / "request.json").read_text()))
+        log.write_bytes(b"")
+        for step in state.steps:
+            step(folder, log)
+            tell(1.0)
+        return state.status
+
+    monkeypatch.setattr(process, "run", run)
+    return state
 
 
-@pytest.mark.vllm
-def test_the_child_keeps_who_made_the_rollouts_and_makes_room_for_the_longest_prompt(checkpoint, tmp_path, monkeypatch):
-    """Its engine starts with room for it; one that the model cannot hold ends it before the engine starts."""
-    import transformers
+def test_make_tells_how_far_a_process_is(checkpoint, rollouts, tmp_path, vllm):
+    """What it logs and keeps is what is told, and a round's last line is not counted for the next one."""
 
-    started = []
+    def half(folder, log):
+        log.write_bytes(b"Processed prompts:  50%|#####     | 1/2 [00:01<00:01]\n")
 
-    def start(model, *options):
-        started.append(options)
-        return Engine()
+    def kept(folder, log):
+        (folder / "partial").mkdir()
+        (folder / "partial" / "rollouts.json").write_text(json.dumps({"response_tokens": 40, "sequences": 2}))
+        log.write_bytes(b"Processed prompts: 100%|##########| 2/2 [00:01<00:01]\n")
 
-    monkeypatch.setattr(rollout, "start", start)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda model: Engine().get_tokenizer())
-    request = dict(model=checkpoint, checkpoint="abc", prompts=["ab", "c" * 150], tokens=1, eager=True, extras={})
-    positions = transformers.AutoConfig.from_pretrained(checkpoint).max_position_embeddings
-    rollout.run(tmp_path, **request, length=100)
-    assert Rollouts.load(tmp_path).meta["checkpoint"] == "abc" and started[0][-1] == positions == 256  # 251 are needed
-    with pytest.raises(
-        ValueError, match=f"prompt 2 of 2 has {positions} tokens: with length=100 at most {positions - 101}"
-    ):
-        rollout.run(tmp_path / "other", **{**request, "prompts": ["ab", "c" * positions]}, length=100)
-    assert len(started) == 1
+    def done(folder, log):
+        rollouts.save(folder)
+
+    vllm.steps, told = [half, kept, done], []
+    make(tmp_path, checkpoint, ["a", "b"], 100, eager=True, progress=lambda *x: told.append(x), length=50)
+    assert told == [(50, 100), (40, 120), (102, 102)]
+
+
+def test_a_process_that_fails_is_one_sentence(checkpoint, tmp_path, vllm):
+    vllm.steps, vllm.status = [lambda folder, log: log.write_text("ValueError: no kernel\n")], 1
+    with pytest.raises(process.EngineFailed) as error:
+        make(tmp_path, checkpoint, ["a"], 1, eager=True)
+    assert str(error.value) == f"vLLM ended with status 1: ValueError: no kernel; see {tmp_path / 'rollouts.log'}"
+
+
+# ---- going on after an interruption
+
+
+@pytest.fixture
+def interrupted(checkpoint, rollouts, tmp_path, vllm):
+    """Return a function that makes rollouts in a folder in which a run was interrupted after its first round, and says
+    (whether the round was still there when vLLM was started, what was said)."""
+    found = []
+
+    def interrupt(folder, log):
+        meta = {"versions": vllm.requests[-1]["versions"], "response_tokens": 102}
+        replace(rollouts, meta=meta).save(folder / "partial")
+
+    def look(folder, log):
+        found.append((folder / "partial").exists())
+        rollouts.save(folder)
+
+    def again(change=lambda folder: None, **options):
+        said = []
+        vllm.steps, vllm.status = [interrupt], 1
+        with pytest.raises(process.EngineFailed):
+            make(tmp_path, checkpoint, ["a"], 100, eager=True)
+        change(tmp_path)
+        vllm.steps, vllm.status = [look], 0
+        make(tmp_path, checkpoint, ["a"], 100, eager=True, say=said.append, **options)
+        return found[-1], said
+
+    return again
+
+
+def test_an_interrupted_run_goes_on(interrupted):
+    assert interrupted() == (True, [])
+
+
+def test_it_goes_on_with_another_release_of_what_samples_nothing(interrupted, monkeypatch):
+    now = report.versions()
+    monkeypatch.setattr(report, "versions", lambda: {**now, "verl": "0.0.1", "machine": "other"})
+    assert interrupted(lambda folder: monkeypatch.setattr(report, "versions", lambda: now)) == (True, [])
+
+
+@pytest.mark.parametrize("package", ["vllm", "torch", "transformers"])
+def test_it_does_not_go_on_under_another_release(interrupted, monkeypatch, tmp_path, package):
+    """Rounds of two engines would stand in one file."""
+    now = {**report.versions(), package: "2.0"}
+    monkeypatch.setattr(report, "versions", lambda: now)
+    there, said = interrupted(lambda folder: monkeypatch.setattr(report, "versions", lambda: {**now, package: "2.1"}))
+    assert not there
+    assert said == [f"{tmp_path}: begins anew, what there was so far was made with {package} 2.0, not 2.1"]
+
+
+def test_it_does_not_go_on_where_nobody_knows_what_made_it(interrupted, tmp_path):
+    def forget(folder):
+        (folder / "partial" / "rollouts.json").write_text("{}")
+
+    there, said = interrupted(forget)
+    assert not there and said[0].startswith(f"{tmp_path}: begins anew, what there was so far was made with vllm")
+    assert "of an unknown release, not " in said[0]
+
+
+def test_it_does_not_go_on_with_other_options(interrupted, tmp_path):
+    assert interrupted(length=17) == (
+        False,
+        [f"{tmp_path}: begins anew, what there was so far was sampled in another way"],
+    )
+
+
+def test_an_engine_of_another_release_is_not_asked_more_about_rollouts(
+    checkpoint, rollouts, tmp_path, vllm, monkeypatch
+):
+    versions = {**report.versions(), "vllm": "0.1"}
+    made_by = rollout.checkpoint_digest(Path(checkpoint))
+    meta = {"checkpoint": made_by, "mode": "eager", "prompts": rollout.digest(["a"]), "versions": versions}
+    replace(rollouts, meta=meta).save(tmp_path)
+    assert len(make(tmp_path, checkpoint, ["a"], 100, eager=True)) == len(rollouts)  # they are read all the same
+    monkeypatch.setattr(report, "versions", lambda: {**versions, "vllm": "0.2"})
+    with pytest.raises(ValueError) as error:
+        make(tmp_path, checkpoint, ["a"], 100, eager=True, extras={"prefill": 1})
+    assert str(error.value) == (
+        f"{tmp_path}: its rollouts were made with vllm 0.1, not 0.2, so that the engine that is here cannot be asked more "
+        "about them; measure anew, with another folder as --out"
+    )
+    assert vllm.requests == []
+    monkeypatch.setattr(report, "versions", lambda: versions)
+    make(tmp_path, checkpoint, ["a"], 100, eager=True, extras={"prefill": 1})
+    assert [request["extras"] for request in vllm.requests] == [{"prefill": 1}]

@@ -21,7 +21,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
+from .. import process
 from ..presets import Preset, resolve
 from ..process import EngineFailed
 from ..schedule import inductor
@@ -36,8 +36,11 @@ from ..schedule import site_map as sites
 from ..schedule.follow import layer_of
 from ..schedule.site_map import SiteMap
 from ..spec import ModelSpec
+from . import environment
 
 MODES = ("compiled", "eager", "both")
+MODULE = "verl_rounding_align.engines.vllm.sites"
+LIMIT = 1800  # seconds; a few layers take under a minute
 
 
 def run_sites(
@@ -84,13 +87,8 @@ def _run(model: str, mode: str, layers: int, split: bool) -> SiteMap:
     folder = Path(tempfile.mkdtemp(prefix="rounding-sites-"))
     request = dict(model=model, mode=mode, layers=layers, split=split)
     (folder / "request.json").write_text(json.dumps(request))
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    environment.update(VLLM_DISABLE_COMPILE_CACHE="1", VLLM_USE_AOT_COMPILE="0")
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinned threads crawl on a shared machine
-    with (folder / "sites.log").open("w") as log:
-        command = [sys.executable, "-m", "verl_rounding_align.engines.vllm.sites", str(folder)]
-        status = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+    variables = {**environment(), "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+    status = process.run(MODULE, [str(folder)], log=folder / "sites.log", limit=LIMIT, environment=variables)
     if not (folder / "graphs.json").exists():
         raise EngineFailed.of(status, folder / "sites.log")
     found = json.loads((folder / "graphs.json").read_text())
