@@ -20,7 +20,8 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_rounding_align.integrations.verl import hooks as integration
-from verl_rounding_align.monitor.mismatch import Mismatch, Phantom, mismatch, phantom
+from verl_rounding_align.monitor.mismatch import Mismatch, mismatch
+from verl_rounding_align.monitor.phantom import Phantom, phantom
 from verl_rounding_align.monitor.trend import CHANCE, Detector, Reading
 
 pytestmark = pytest.mark.verl

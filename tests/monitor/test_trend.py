@@ -1,9 +1,11 @@
 """The trend alarm on simulated series: how often it is wrong, how soon it is right, and that its parts are what they claim.
 
 Contract: at most 1 % of runs of 1,000 steps without growth raise an alarm, with independent, autocorrelated (0.5, 0.8) and
-heavy-tailed noise (slow wander exceeds it, as is said); growth and jumps are found within the steps asserted below; a fall never alarms; one alarm per run, kept over a
-resume. The simulation (`simulate`) calls the module's own functions on many series at once; one test holds it against the
-online detector. `python tests/test_trend.py` prints the operating characteristics that the README quotes.
+heavy-tailed noise (slow wander exceeds it, as docs/alarm.md says). Growth and jumps are found within the steps asserted
+below. A fall never alarms, nor does a rise below the smallest that matters. There is one alarm per run, kept over a resume.
+
+The simulation (`simulate`) calls the module's own functions on many series at once, and one test holds it against the
+online detector. `python tests/monitor/test_trend.py` prints the operating characteristics that docs/alarm.md tabulates.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from verl_rounding_align.monitor.trend import (
     LEAST,
     RECENT,
     REFERENCE,
+    SMALLEST,
     Detector,
+    growing,
     growth_evidence,
     held,
+    jumped,
     slope,
 )
 
@@ -64,11 +69,11 @@ def simulate(x: np.ndarray, growth=trend.GROWTH, jump=trend.JUMP, first=0) -> tu
     medians = np.median(x[:, : steps // BLOCK * BLOCK].reshape(series, -1, BLOCK), -1)
     for u in range(2, medians.shape[1] + 1):
         if u * BLOCK >= first:
-            raised(0, growth_evidence(medians[:, max(0, u - BLOCKS) : u]) >= growth, u * BLOCK)
+            raised(0, growing(medians[:, max(0, u - BLOCKS) : u], growth), u * BLOCK)
     h = held(x)
     for step in range(max(LEAST + RECENT, first), steps + 1):
         window = h[:, max(0, step - REFERENCE - RECENT) : step - RECENT + 1]
-        raised(1, trend.jump_score(window) >= jump, step)
+        raised(1, jumped(window, jump), step)
     return found[0], found[1]
 
 
@@ -92,8 +97,8 @@ def test_control_without_the_correction_for_many_looks_there_are_too_many():
 @pytest.mark.parametrize("kind", ["iid", "ar0.5", "ar0.8", "t3"])
 def test_false_alarms_of_the_one_look_after_a_resume(kind):
     """2,000 series: 1 % and two standard errors of a rate of 1 % (0.22 %)."""
-    z = trend.jump_score(held(noise(kind, 2000, LEAST + 100 + RECENT, seed=3)))
-    assert (z >= trend.RESUMED).mean() <= 0.01 + 2 * math.sqrt(0.01 * 0.99 / 2000)
+    found = jumped(held(noise(kind, 2000, LEAST + 100 + RECENT, seed=3)), trend.RESUMED)
+    assert found.mean() <= 0.01 + 2 * math.sqrt(0.01 * 0.99 / 2000)
 
 
 def test_the_evidence_is_an_e_value():
@@ -110,7 +115,7 @@ def test_the_evidence_is_an_e_value():
 
 
 def e(order, u):
-    """The module docstring's e for block ``u``, as it is written there."""
+    """The e of docs/alarm.md for block ``u``, as it is written there."""
     n, k = u + 1, sum(value >= order[u] for value in order[: u + 1])
     return np.mean([n * ((k / n) ** a - ((k - 1) / n) ** a) for a in trend.BETS])
 
@@ -118,6 +123,37 @@ def e(order, u):
 def test_a_constant_series_and_a_fall_never_alarm():
     for x in (np.zeros((1, 600)), -np.arange(600.0)[None] / 100, noise("iid", 50, 600, 4) - np.arange(600) / 300):
         assert (np.minimum(*simulate(x)) == NEVER).all()
+
+
+STEPS = np.arange(1500)
+SHAPES = {  # each rises from 0 to 1
+    "a jump": (STEPS >= 700) * 1.0,
+    "growth": np.clip(STEPS - 300, 0, 1000) / 1000,
+    "fast growth": np.clip(STEPS - 300, 0, 300) / 300,
+}
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 1e-3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rise_below_the_smallest_that_matters_never_alarms(shape, spread):
+    """However quiet the series: 1e-7 and 9 % stay silent. The control is the smallest rise that the shape must alarm at.
+
+    The newest value or block is compared with the median of those before it. A jump lies above that median by all of its
+    size. Of growth that is spread evenly over the 50 blocks that are looked back on, half lies above it.
+    """
+    x = spread * np.random.default_rng(15).uniform(-1, 1, len(STEPS))
+    for rise in (1e-7, 0.09):
+        found = x + math.log1p(rise) * SHAPES[shape]
+        assert (np.minimum(*simulate(found[None])) == NEVER).all()
+    control = x + (1 if shape == "a jump" else 2.2) * math.log1p(SMALLEST + 0.01) * SHAPES[shape]
+    assert (np.minimum(*simulate(control[None])) < NEVER).all()
+
+
+@pytest.mark.parametrize("rise, expected", [(1e-7, []), (0.09, []), (0.11, [305])])
+def test_a_rise_below_the_smallest_that_matters_never_alarms_at_a_resume(rise, expected):
+    part, _ = feed(np.zeros(300))
+    _, warnings = feed(np.full(20, math.log1p(rise)), Detector.restore(part.state(), 300), first=301)
+    assert list(warnings) == expected  # the fifth value after the resume: all of the last six but one are higher
 
 
 # ----------------------------------------------------------------------------------------------------------- detection
@@ -144,10 +180,9 @@ def test_a_jump_is_found(kind, within):
 def test_a_jump_at_a_resume_is_found_in_six_steps(kind):
     x = noise(kind, 100, 306, seed=7)
     x[:, 300:] += math.log(3)
-    z = trend.jump_score(held(x[:, -REFERENCE - RECENT :]))
-    assert (z >= trend.RESUMED).mean() >= 0.95
-    control = trend.jump_score(held(noise(kind, 100, 306, seed=7)[:, -REFERENCE - RECENT :]))
-    assert (control >= trend.RESUMED).mean() <= 0.02
+    assert jumped(held(x[:, -REFERENCE - RECENT :]), trend.RESUMED).mean() >= 0.95
+    control = jumped(held(noise(kind, 100, 306, seed=7)[:, -REFERENCE - RECENT :]), trend.RESUMED)
+    assert control.mean() <= 0.02
 
 
 # ---------------------------------------------------------------------------------------------------------------- slope
@@ -279,11 +314,15 @@ def test_an_alarm_is_kept_over_a_resume_unless_its_step_is_undone():
     assert before.alarm is None and before.steps[-1] == step - 1 and before.count == step - 1
 
 
-def test_a_foreign_state_is_refused():
-    for state in ([], {"version": 2}, {**Detector().state(), "steps": [1]}):
+def test_a_foreign_or_damaged_state_is_refused():
+    good = feed(np.zeros(3))[0].state()
+    damage = [{"version": 2}, {"steps": [1]}, {"steps": [1, 3, 2]}, {"x": [0, 0, "a"]}, {"x": [0, 0, math.nan]}]
+    damage += [{"count": None}, {"count": 2}, {"alarm": "soon"}, {"alarm": math.inf}]
+    for state in ([], None, {"version": 1}, *({**good, **change} for change in damage)):
         with pytest.raises(ValueError) as error:
             Detector.restore(state, 0)
         assert str(error.value) == "not the state of a trend detector"
+    assert Detector.restore(good, 3).state() == good  # control
 
 
 # -------------------------------------------------------------------------------------------- operating characteristics
@@ -300,10 +339,7 @@ def characteristics(series: int) -> None:
     null = {kind: simulate(noise(kind, series, 1000, seed=100)) for kind in kinds}
     for name, found in (("growth test", lambda g, j: g), ("jump test", lambda g, j: j), ("both", np.minimum)):
         row(f"false alarms, {name}", lambda kind, found=found: f"{(found(*null[kind]) < NEVER).mean():.2%}")
-    one = {
-        kind: trend.jump_score(held(noise(kind, 10 * series, REFERENCE + RECENT, seed=101))) >= trend.RESUMED
-        for kind in kinds
-    }
+    one = {kind: jumped(held(noise(kind, 10 * series, REFERENCE + RECENT, seed=101)), trend.RESUMED) for kind in kinds}
     row("  one look at a resume", lambda kind: f"{one[kind].mean():.2%}")
     t = np.arange(1400) - 300
     shapes = {

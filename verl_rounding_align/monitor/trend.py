@@ -1,45 +1,22 @@
 """Is a noisy positive series, one value per training step, growing, or has it jumped? An online test with an error rate.
 
-The series is verl's run of `mismatch_k3`; everything is done on x = log(value), where growth is a slope and a jump a
-shift. The spread is learnt from the series itself (a step's own standard error covers its tokens only, not what differs
-from step to step), and nothing but order statistics of x is used, so heavy tails need no model. A fall never alarms.
+The series is a run's `mismatch_k3`, and the tests look at x = log(value), where growth is a slope and a jump is a shift.
+The spread is learnt from the series itself, because a step's own standard error covers its tokens only, not what differs
+from step to step. Only order statistics of x are used, so heavy tails need no model. A fall never alarms.
 
-**Growth.** Let b_1, b_2, ... be the medians of consecutive blocks of ``BLOCK`` steps (blocks, because neighbouring steps
-are correlated and neighbouring blocks hardly). Where nothing changes from block s on, they are exchangeable, the rank k
-(1: highest) of b_u among the n blocks b_s..b_u is uniform on 1..n and independent of the earlier ranks, and
+**Growth** compares the medians of consecutive blocks of ``BLOCK`` steps by their ranks. It assumes that these medians are
+exchangeable where nothing grows. Then a false alarm has probability at most 0.5 % per 1,000 steps, and this adds up to
+5 % in 10,000. Noise that wanders slowly over many blocks breaks the assumption.
 
-    e(k, n) = mean over a in BETS of n * ((k/n)^a - ((k-1)/n)^a)      has expectation 1, and is large where k is small.
+**Jump** asks whether all of the last ``RECENT`` values but one lie far above the ``REFERENCE`` steps before them. Its limits
+were found by simulation: at most 0.5 % of false alarms in 1,000 steps, and at most 0.5 % at the one look after a resume.
 
-So M_s(u) = e * e * ... over the blocks s..u is a martingale of mean 1 in the filtration of those ranks, and Ville's
-inequality gives P(M_s ever >= GROWTH) <= 1 / GROWTH. The alarm is at max over s of M_s(u) >= GROWTH, over the last
-``BLOCKS`` starts. A union bound over the starts covers all looks together: in n steps without growth its probability is
-at most (n / BLOCK) / GROWTH: 0.5 % per 1,000 steps, and it adds up, to 5 % in 10,000. (Their sum would detect a little
-sooner, but the M_s have different filtrations, so it is no submartingale.) Ties count as the lower rank, which only lowers
-e. This is the probability of an alarm where nothing grows, not the probability that a series that has alarmed grows; and it
-holds where blocks are exchangeable: noise that wanders over many blocks exceeds it (`wander` below).
+**Smallest change.** Neither alarms below a rise of ``SMALLEST``, however quiet the series is.
 
-**Jump.** h_t = the second lowest of the last ``RECENT`` values (so all of them but one are at least that high);
-z = (h_t - median h) / (1.4826 * median |h - median h|), over the h of the ``REFERENCE`` steps before those (``LEAST`` at
-least). Correlated noise widens h's spread as it widens h_t. Alarm at z >= JUMP; once, ``RECENT`` steps after a resume,
-already at z >= RESUMED: the moment is known, so there is one look instead of a thousand. Both limits were found by
-simulation.
+**Slope** is a description and takes no part in the alarm: Theil-Sen over the last ``WINDOW`` steps with Sen's (1968) 95 %
+interval, corrected for autocorrelation.
 
-**Operating characteristics**, by simulation of 2,000 series of 1,000 steps (false alarms) and 400 series (steps from the
-change at step 300 to the alarm: median, 95 % of series), printed by `python tests/test_trend.py`. Noise in x has sd 0.2
-(false alarms do not depend on it, delays do): independent; AR(1) with rho 0.5 and 0.8; Student's t with 3 degrees of
-freedom; `wander`, independent plus AR(1) with rho 0.95 and sd 0.1. "later": not within 400 steps
-(1,100 for x2 over 1000).
-
-                             iid      ar0.5      ar0.8         t3     wander
-    false alarms           0.30%      0.30%      0.35%      0.40%      1.85%    <- slow wander exceeds 1 %
-      at a resume          0.03%      0.04%      0.07%      0.03%      0.05%    one look
-    x2 over 200 steps   160, 200   180, 260  220,later   140, 180   180, 280
-    x2 over 1000 steps  360, 460   460, 620   620, 820   280, 360   480, 700
-    jump x3                 5, 6     5, 180  11, later       5, 5   5, later
-
-**Slope.** Theil-Sen over the last ``WINDOW`` steps with Sen's (1968) 95 % interval, where the variance of Kendall's S is
-multiplied by (1 + r) / (1 - r), r = lag-1 autocorrelation of the residuals, at least 0. Given as relative growth per 100
-steps, exp(100 * slope) - 1: 0 is flat, 1 is doubling. It is a description and takes no part in the alarm.
+The page `docs/alarm.md` derives the tests and tabulates how often they are wrong and how soon they are right.
 """
 
 from __future__ import annotations
@@ -55,16 +32,24 @@ GROWTH = 200 * 1000 / BLOCK  # 0.5 % in 1,000 steps, by Ville's inequality and a
 CHANCE = "a false alarm has probability at most 0.5 % per 1,000 steps if blocks of 20 are exchangeable"
 RECENT, REFERENCE, LEAST = 6, 200, 60
 JUMP, RESUMED = 7.0, 4.0  # simulated: at most 0.5 % in 1,000 steps; at most 0.5 % at one look
+# The smallest rise of k3 that matters. k3 is half a mean square, so it is a rise by 5 % of the log-prob differences; the
+# standard error of one step with a few thousand tokens is 3 to 7 % of k3.
+SMALLEST = 0.10
 WINDOW, WINDOW_LEAST = 200, 30
 KEEP = BLOCK * BLOCKS
 NAN = float("nan")
 
 
-def growth_evidence(blocks: np.ndarray) -> np.ndarray:
-    """Return the largest M_s of the module's docstring, (...), for block medians (..., blocks), oldest first.
+def starts_evidence(blocks: np.ndarray) -> np.ndarray:
+    """Return the evidence for growth since every block, M_s of docs/alarm.md.
 
-    >>> float(growth_evidence(np.arange(10.0))) > GROWTH, float(growth_evidence(-np.arange(10.0))) <= 1
-    (True, True)
+    For each start s it is a martingale with mean 1 where nothing grows.
+
+    Args:
+        blocks: (..., blocks), medians of the blocks, oldest first.
+
+    Returns:
+        (..., blocks), one M_s for each start s.
     """
     size = blocks.shape[-1]
     n, k = np.arange(1, size + 1)[:, None], np.arange(1, size + 1)
@@ -74,7 +59,31 @@ def growth_evidence(blocks: np.ndarray) -> np.ndarray:
     above = (blocks[..., None, :] >= blocks[..., :, None]) & (start < new)  # [new, old]: old is at least as high
     rank = np.flip(np.cumsum(np.flip(above, -1), -1), -1)  # [new, start]: of those, how many since start
     e = np.where(start <= new, table[np.maximum(new - start, 0), rank], 1.0)
-    return e.prod(-2).max(-1)
+    return e.prod(-2)
+
+
+def growth_evidence(blocks: np.ndarray) -> np.ndarray:
+    """Return the largest M_s over all starts, (...), for block medians (..., blocks), oldest first.
+
+    >>> float(growth_evidence(np.arange(10.0))) > GROWTH, float(growth_evidence(-np.arange(10.0))) <= 1
+    (True, True)
+    """
+    return starts_evidence(blocks).max(-1)
+
+
+def growing(blocks: np.ndarray, limit: float = GROWTH) -> np.ndarray:
+    """Return whether the series grows: (..., blocks) -> (...), bool.
+
+    There must be a start with enough evidence since when the newest block lies ``SMALLEST`` above the median of the blocks
+    before it.
+    """
+    enough = starts_evidence(blocks) >= limit
+    for start in range(blocks.shape[-1] - 1):
+        if enough[..., start].any():
+            rise = blocks[..., -1] - np.median(blocks[..., start:-1], -1)
+            enough[..., start] &= rise >= math.log1p(SMALLEST)
+    enough[..., -1] = False  # nothing lies between the newest block and itself
+    return enough.any(-1)
 
 
 def held(x: np.ndarray) -> np.ndarray:
@@ -83,17 +92,32 @@ def held(x: np.ndarray) -> np.ndarray:
     return np.partition(windows, 1, -1)[..., 1]
 
 
-def jump_score(h: np.ndarray) -> np.ndarray:
-    """Return z of the last entry of ``h = held(x)`` against those that share no step with it: (..., n) -> (...)."""
+def jumped(h: np.ndarray, limit: float) -> np.ndarray:
+    """Return whether the last entry of ``h`` has jumped, against those that share no step with it: (..., n) -> (...), bool.
+
+    It lies ``limit`` spreads, and ``SMALLEST``, above their median. The spread is 1.4826 times the median absolute
+    deviation, which is the standard deviation of normal noise.
+
+    Args:
+        h: what :func:`held` returns.
+        limit: ``JUMP`` or ``RESUMED``.
+    """
     reference = h[..., :-RECENT]
     middle = np.median(reference, -1)
     spread = 1.4826 * np.median(np.abs(reference - middle[..., None]), -1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.nan_to_num((h[..., -1] - middle) / spread, nan=0.0)  # 0/0: a constant series
+    return h[..., -1] - middle >= np.maximum(limit * spread, math.log1p(SMALLEST))
 
 
 def slope(steps: np.ndarray, x: np.ndarray) -> tuple[float, float, float]:
-    """Return (Theil-Sen slope, 95 % interval) of ``x`` over ``steps``, both (n,), in units of x per step."""
+    """Return the Theil-Sen slope of ``x`` over ``steps`` and its 95 % interval (Sen 1968), in units of x per step.
+
+    Neighbouring steps are correlated, so the variance of Kendall's S is multiplied by (1 + r) / (1 - r), where r is the
+    lag-1 autocorrelation of the residuals, at least 0.
+
+    Args:
+        steps: (n,), increasing.
+        x: (n,).
+    """
     n = len(x)
     i, j = np.triu_indices(n, 1)
     slopes = np.sort((x[j] - x[i]) / (steps[j] - steps[i]))
@@ -109,12 +133,13 @@ def slope(steps: np.ndarray, x: np.ndarray) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known after a step; NaN until there are ``WINDOW_LEAST`` steps.
+    """What is known after a step. The trend is NaN until there are ``WINDOW_LEAST`` steps.
 
     Args:
-        trend: relative growth per 100 steps; ``trend_low``, ``trend_high``: its 95 % interval.
+        trend: relative growth per 100 steps, exp(100 * slope) - 1. 0 is flat, 1 is doubling.
+        trend_low, trend_high: its 95 % interval.
         alarm: 1 from the step on at which the alarm was raised, else 0.
-        warning: what to tell the user, at that step only; else empty.
+        warning: what to tell the user, at that step only. It is empty at all others.
     """
 
     trend: float = NAN
@@ -129,7 +154,7 @@ class Reading:
 
 
 class Detector:
-    """The tests of the module's docstring, fed one step at a time; one alarm, then silence.
+    """The tests of the module's docstring, fed one step at a time. There is one alarm, then silence.
 
     >>> detector = Detector()
     >>> readings = [detector.update(step, 1e-4 * 2 ** (step / 20)) for step in range(1, 201)]
@@ -145,7 +170,7 @@ class Detector:
         self.resumed: int | None = None  # the step that training resumed from
 
     def update(self, step: int, value: float) -> Reading:
-        """Take the value of a step; one that is not a positive number is left out.
+        """Take the value of a step. One that is not a positive number is left out.
 
         Raises:
             ValueError: the step is not after the last one.
@@ -173,13 +198,13 @@ class Detector:
         blocks = min(self.count, len(x)) // BLOCK
         if self.count % BLOCK == 0 and blocks > 1:
             medians = np.median(x[-blocks * BLOCK :].reshape(blocks, BLOCK), -1)
-            if growth_evidence(medians) >= GROWTH:
+            if growing(medians):
                 return "rising"
         if len(x) < LEAST + RECENT:
             return ""
         resumed = self.resumed is not None and sum(step > self.resumed for step in self.steps[-RECENT - 1 :]) == RECENT
         x = x[-REFERENCE - RECENT :]
-        if jump_score(held(x)) < (RESUMED if resumed else JUMP):
+        if not jumped(held(x), RESUMED if resumed else JUMP):
             return ""
         factor = math.exp(np.median(x[-RECENT:]) - np.median(x[:-RECENT]))
         since = f"since training resumed from step {self.resumed}" if resumed else f"in the last {RECENT} steps"
@@ -191,17 +216,24 @@ class Detector:
 
     @classmethod
     def restore(cls, state: dict, step: int) -> Detector:
-        """Return the detector as it was after ``step``, from which training resumes; later steps are forgotten.
+        """Return the detector as it was after ``step``, from which training resumes. Later steps are forgotten.
 
         Raises:
             ValueError: the state is not one of :meth:`state`.
         """
-        if not isinstance(state, dict) or state.get("version") != 1 or len(state["steps"]) != len(state["x"]):
+        try:
+            steps, x = [int(s) for s in state["steps"]], [float(v) for v in state["x"]]
+            count, alarm = int(state["count"]), None if state["alarm"] is None else int(state["alarm"])
+            sound = state["version"] == 1 and len(steps) == len(x) <= count and all(map(math.isfinite, x))
+            sound = sound and all(a < b for a, b in zip(steps, steps[1:], strict=False))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            sound = False
+        if not sound:
             raise ValueError("not the state of a trend detector")
         found = cls()
-        kept = sum(s <= step for s in state["steps"])
-        found.steps, found.x = [int(s) for s in state["steps"][:kept]], [float(v) for v in state["x"][:kept]]
-        found.count = int(state["count"]) - (len(state["steps"]) - kept)
-        found.alarm = state["alarm"] if state["alarm"] is not None and state["alarm"] <= step else None
+        kept = sum(s <= step for s in steps)
+        found.steps, found.x = steps[:kept], x[:kept]
+        found.count = count - (len(steps) - kept)
+        found.alarm = alarm if alarm is not None and alarm <= step else None
         found.resumed = step
         return found

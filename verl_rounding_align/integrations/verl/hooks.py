@@ -899,7 +899,7 @@ def _phantom_metrics(module, config, batch) -> dict[str, float]:
     verl compares log-probs): one transfer of four fields. The mask is the loss's, since clipping acts on its tokens: without
     what verl's rollout correction has rejected, which the mismatch metrics count.
     """
-    from ...monitor.mismatch import Phantom, phantom
+    from ...monitor.phantom import Phantom, phantom
 
     try:
         reason = _metrics_obstacle(config)
