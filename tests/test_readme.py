@@ -14,8 +14,8 @@ from typer.main import get_command
 
 from verl_rounding_align import cli, parse_plan
 from verl_rounding_align.engines.presets import PRESETS
+from verl_rounding_align.families import FAMILIES
 from verl_rounding_align.plan import choices
-from verl_rounding_align.trainers.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()

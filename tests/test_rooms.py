@@ -16,7 +16,7 @@ import torch
 from tiny import tiny, tokens
 from typer.testing import CliRunner
 
-from verl_rounding_align import align, cli, engines, integrations, parse_plan, plan
+from verl_rounding_align import align, cli, engines, families, integrations, parse_plan, plan
 from verl_rounding_align.engines import presets, probe
 from verl_rounding_align.engines.auto import Rollout
 from verl_rounding_align.engines.fingerprint import Fingerprint
@@ -24,7 +24,7 @@ from verl_rounding_align.engines.probe.run import run_probe
 from verl_rounding_align.gap import arms
 from verl_rounding_align.regions import GROUPS, KINDS, REGIONS, Group, Region, add_rms_norm, rope, swiglu
 from verl_rounding_align.rounding import Rounding, up
-from verl_rounding_align.trainers import families, sites
+from verl_rounding_align.trainers import sites
 
 
 def add_region(add) -> None:
@@ -319,7 +319,7 @@ def test_a_frameworks_loop_gets_its_metrics_from_the_monitor():
     assert metrics["toy/mismatch_kl"] == pytest.approx(
         -0.01, rel=1e-5, abs=0
     )  # fp32 log-probs below 1: off by 6e-8 each
-    assert metrics["toy/tokens"] == 32
+    assert metrics["toy/tokens_total"] == 32
 
 
 # ---- generated docs

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_rounding_align.engines.presets import PRESETS
+from verl_rounding_align.families import FAMILIES
 from verl_rounding_align.regions import GROUPS
-from verl_rounding_align.trainers.families import FAMILIES
 
 VOCAB = 97
 ALL = "+".join(GROUPS)  # every group, proven or not

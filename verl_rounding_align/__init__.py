@@ -38,7 +38,7 @@ _PUBLIC = {
     "Site": "trainers.alignment",
     "align": "trainers.huggingface",
     "PRESETS": "engines.presets",
-    "FAMILIES": "trainers.families",
+    "FAMILIES": "families",
     "REGIONS": "regions",
     "GROUPS": "regions",
 }

@@ -26,9 +26,9 @@ from tiny import MODEL_TYPES, VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
 from verl_rounding_align import align, cli
+from verl_rounding_align.families import FAMILIES
 from verl_rounding_align.landing import measure as module
 from verl_rounding_align.landing.measure import BINS, QUANTITIES, Counts, floor, landed, landing, watch, windows
-from verl_rounding_align.trainers.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 INFINITY = 0x7F800000

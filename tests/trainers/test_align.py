@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_rounding_align import align, parse_plan
 from verl_rounding_align.engines.presets import PRESETS
+from verl_rounding_align.families import FAMILIES
 from verl_rounding_align.plan import Plan
 from verl_rounding_align.regions import GROUPS, KINDS, REGIONS
 from verl_rounding_align.rounding import Rounding
 from verl_rounding_align.trainers import huggingface as patch
-from verl_rounding_align.trainers.families import FAMILIES
 from verl_rounding_align.trainers.huggingface import seal, unseal
 
 CHECKPOINTING = [None, False, True]  # off, non-reentrant, reentrant

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..trainers import families
+from .. import families
 
 
 @dataclass(frozen=True)

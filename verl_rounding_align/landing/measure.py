@@ -38,11 +38,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..families import Family
 from ..logprobs.tally import VERSION
 from ..regions.rope import rotate_half
 from ..report import rows as report
 from ..rounding import up
-from ..trainers.families import Family
 from ..trainers.huggingface import find_base_models
 
 POSITIONS = 1 << 16

@@ -25,8 +25,8 @@ import torch
 from torch.nn import functional as F
 
 from .. import backend as backends
+from .. import families
 from ..plan import parse_plan
-from ..trainers import families
 from ..trainers.huggingface import align
 
 PHASES = ("forward", "forward_backward", "step")

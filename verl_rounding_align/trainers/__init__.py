@@ -1,6 +1,5 @@
 """How a training model is made to round where an engine rounds, on instances, and given back.
 
-families.py     Hugging Face model families as data: one row adds a family
 sites.py        where each site kind runs in a decoder stack: one row adds a place for a region
 forwards.py     what is bound there: forwards that call the regions
 checks.py       what a module must be for these forwards to be right; every refusal of a module is here

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import transformers
 from torch import nn
 
+from ..families import Family
 from ..plan import Plan
 from .alignment import Claim
-from .families import Family
 from .forwards import ROTARY
 
 NAMES = {

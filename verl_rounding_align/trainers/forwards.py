@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from .. import backend as backends
+from .. import families
 from ..regions.add_rms_norm import add, add_rms_norm, rms_norm
 from ..regions.rope import rope
 from ..regions.swiglu import swiglu
 from ..rounding import Rounding
-from . import families, stream
+from . import stream
 from .alignment import Context
 
 ROTARY = "apply_rotary_pos_emb"  # the global of the family's module that attention calls

@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 
 from .. import backend as backends
-from .. import formats, releases
+from .. import families, formats, releases
 from ..plan import Plan, parse_plan
-from . import checks, families, sites
+from . import checks, sites
 from .alignment import Alignment, Site
 from .stream import decode_hidden_states, seal, unseal
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from .. import families
 from ..engines import ENGINES, auto, presets
 from ..plan import AUTO, Request, find_preset, parse_request
-from . import families
 from .alignment import Alignment
 from .huggingface import align
 

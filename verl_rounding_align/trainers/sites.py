@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..engines.presets import get
+from ..families import Family
 from ..regions import KINDS
 from ..rounding import Rounding
 from . import forwards
 from .alignment import Alignment, Claim, Context, Site
-from .families import Family
 
 
 @dataclass(frozen=True)

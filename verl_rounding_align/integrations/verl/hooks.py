@@ -199,7 +199,7 @@ def _check_run(config) -> None:
         )
     if not config.trainer.get("use_v1", False):
         raise ValueError(f"trainer.use_v1=False: {KEY} works with the V1 trainer; set trainer.use_v1=True")
-    from ...trainers import families
+    from ... import families
     from ...trainers import huggingface as patch
 
     patch.check_transformers()

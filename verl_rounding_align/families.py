@@ -1,6 +1,6 @@
 """Hugging Face model families as data: which module classes hold the regions.
 
-Adding a family is one row in ``FAMILIES``, if its decoder layer has the structure that ``checks.py`` asks for: two residual
+Adding a family is one row in ``FAMILIES``, if its decoder layer has the structure that ``trainers/checks.py`` asks for: two residual
 adds, each read by an RMSNorm; attention that calls ``apply_rotary_pos_emb``; a SiLU-gated MLP.
 """
 
