@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -327,20 +328,63 @@ def test_a_foreign_or_damaged_state_is_refused():
 
 # -------------------------------------------------------------------------------------------- operating characteristics
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_of_the_alarm_says_what_the_code_has():
+    page = " ".join((ROOT / "docs" / "alarm.md").read_text().split())
+    bets = ", ".join(map(str, trend.BETS))
+    rate = 1000 / BLOCK / trend.GROWTH
+    for claim in (
+        f"consecutive blocks of {BLOCK}.",
+        f"mean over a in {{{bets}}}",
+        f"reaches {trend.GROWTH:,.0f} for one of the last {BLOCKS} starts s ({BLOCK * BLOCKS:,} steps)",
+        f"is at most (N / {BLOCK}) / {trend.GROWTH:,.0f}. That is {rate:.1%}".replace("%", " %"),
+        f"the second lowest of the last {RECENT} values",
+        f"the h of the {REFERENCE} steps before those six ({LEAST} at least)",
+        f"raised at z >= {trend.JUMP:g}. Once, six steps after a resume, it is raised at z >= {trend.RESUMED:g}",
+        f"alarms below a rise of {SMALLEST:.0%}".replace("%", " %"),
+        f"over the last {trend.WINDOW} steps ({trend.WINDOW_LEAST} at least)",
+        trend.CHANCE,
+    ):
+        assert claim in page, claim
+    runs = json.loads((ROOT / "recipes" / "quickstart" / "results" / "summary.json").read_text())["arms"]
+    errors = [run["mismatch_k3_se"] / run["mismatch_k3"] for run in runs]
+    k3 = {run["arm"]: run["mismatch_k3"] for run in runs}
+    assert f"{min(errors):.0%} to {max(errors):.0%}" == "3% to 7%" and f"{k3['none'] / k3['all']:.1f}" == "2.8"
+    assert {run["steps"] for run in runs} == {12}
+
+
+def test_the_page_has_every_table_and_row_that_is_printed(capsys):
+    """The figures are of 2,000 series. Five suffice for the names of rows and columns."""
+    characteristics(5)
+    printed = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    page = [line.split(" | ") for line in (ROOT / "docs" / "alarm.md").read_text().splitlines() if line[:1] == "|"]
+    assert [row[0] for row in page] == [row[0] for row in printed]
+    heads = [row for row in printed if row[1] == "iid"]
+    assert [row for row in page if row[1] == "iid"] == heads and len(heads) == 3
+
 
 def characteristics(series: int) -> None:
-    """Print false alarms per 1,000 steps and steps to the alarm (median, 95 % of series), from ``series`` series each."""
+    """Print the tables of docs/alarm.md, from ``series`` series for false alarms and a fifth of them for the rest."""
     kinds = ("iid", "ar0.5", "ar0.8", "t3", "wander")
-    print(f"{'':24}", *(f"{kind:>12}" for kind in kinds))
+
+    def head(name):
+        print(f"| {name} | {' | '.join(kinds)} |\n|{'---|' * (len(kinds) + 1)}")
 
     def row(name, cell):
-        print(f"{name:24}", *(f"{cell(kind):>12}" for kind in kinds), flush=True)
+        print(f"| {name} | {' | '.join(map(cell, kinds))} |", flush=True)
 
+    head("false alarms")
     null = {kind: simulate(noise(kind, series, 1000, seed=100)) for kind in kinds}
     for name, found in (("growth test", lambda g, j: g), ("jump test", lambda g, j: j), ("both", np.minimum)):
-        row(f"false alarms, {name}", lambda kind, found=found: f"{(found(*null[kind]) < NEVER).mean():.2%}")
-    one = {kind: jumped(held(noise(kind, 10 * series, REFERENCE + RECENT, seed=101)), trend.RESUMED) for kind in kinds}
-    row("  one look at a resume", lambda kind: f"{one[kind].mean():.2%}")
+        row(name, lambda kind, found=found: f"{100 * (found(*null[kind]) < NEVER).mean():.2f} %")
+    one = {
+        kind: jumped(held(noise(kind, 10 * series, REFERENCE + RECENT, seed=101)), trend.RESUMED).mean()
+        for kind in kinds
+    }
+    row("one look at a resume", lambda kind: f"{100 * one[kind]:.2f} %")
+    head("change")
     t = np.arange(1400) - 300
     shapes = {
         "x2 over 200 steps": np.log(2) * np.clip(t, 0, 200) / 200,
@@ -357,6 +401,15 @@ def characteristics(series: int) -> None:
             return ", ".join(f"{value}" if value <= steps else "later" for value in (median, most))
 
         row(name, cell)
+    head("change at a resume")
+    for factor in (3, 2):
+
+        def found(kind, factor=factor):
+            x = noise(kind, series // 5, REFERENCE + 2 * RECENT, seed=103)
+            x[:, -RECENT:] += math.log(factor)
+            return f"{100 * jumped(held(x)[:, RECENT:], trend.RESUMED).mean():.0f} %"
+
+        row(f"jump x{factor}", found)
 
 
 if __name__ == "__main__":

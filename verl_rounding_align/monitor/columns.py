@@ -63,6 +63,7 @@ class DumpColumns:
         Raises:
             Missing: the fields of a sequence differ in length, or a field has not one entry per sequence.
         """
+        self._rows = {}
         unknown = sorted(set(fields) - set(COLUMNS) | {"response_mask"} & set(fields))
         if unknown:
             raise TypeError(f"no column of a dump: {', '.join(unknown)}")

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,13 +96,16 @@ class Monitor:
 
     No method raises because of data. Where a metric cannot be computed, a flag (``missing``, ``phantom_missing``,
     ``trend_missing``) is 1 and the reason is said once. An unexpected error is logged once with its traceback too. A value
-    that cannot be computed is left out of what is returned. No value is ever NaN.
+    that cannot be computed is left out of what is returned, so no value is ever NaN or infinite.
 
     Args:
         prefix: what stands before the names of ``METRICS``, with a slash between.
         say: takes a line for the user. By default it is printed, with the prefix before it.
         history: the file that keeps the trend for a resume, written at every step, whole or not at all. None: no file.
         resume: where training resumes from. None: a new run, and an older history is overwritten.
+        dump: the framework's setting that dumps rollouts, which a warning then names. Empty where there is none.
+
+    Where several processes train together, one of them has a monitor: the one that logs and has the whole batch.
 
     >>> x = torch.tensor([[-1.0, -2.0]])
     >>> found = Monitor().observe(1, Batch(trainer=x, rollout=x + 0.5, response_mask=torch.ones(1, 2)))
@@ -116,11 +119,13 @@ class Monitor:
         say: Callable[[str], None] | None = None,
         history: Path | str | None = None,
         resume: Resume | None = None,
+        dump: str = "",
     ):
         self.prefix = prefix
         self._say = say if say is not None else self._print
         self._said: set[str] = set()
         self._history = None if history is None else Path(history)
+        self._dump = f" ({dump})" if dump else ""
         self._detector = Detector()
         if resume is not None:
             self._resume(resume)
@@ -191,7 +196,8 @@ class Monitor:
         """
         missing = {"trend_missing": 1}
         numbers = self._attempt("trend of mismatch_k3 missing", self._advance, step, metrics, default=missing)
-        self._attempt("trend of mismatch_k3: its history is not kept for a resume", self._keep)
+        if numbers:
+            self._attempt("trend of mismatch_k3: its history is not kept for a resume", self._keep)
         return self._named(numbers)
 
     def _advance(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -205,13 +211,16 @@ class Monitor:
         if reading.warning:
             self.say_once(
                 f"WARNING: step {step}: mismatch_k3 {reading.warning}. To see where it comes from: `verl-rounding-align "
-                "triage` on a rollout dump, `verl-rounding-align gap` on fixed weights"
+                f"triage` on a rollout dump{self._dump}, `verl-rounding-align gap` on fixed weights"
             )
         return reading.values() | {"trend_missing": 0}
 
     def _named(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers under the prefix, without those that could not be computed."""
-        return {f"{self.prefix}/{name}": value for name, value in numbers.items() if not math.isnan(value)}
+        for name, value in numbers.items():
+            if math.isinf(value):  # log-probs that differ by more than 700 nats
+                self.say_once(f"{name} is too large for a number and is left out")
+        return {f"{self.prefix}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
 
     # -------------------------------------------------------------------------------------------------- history
 
@@ -243,16 +252,25 @@ class Monitor:
 
     # ------------------------------------------------------------------------------------------- what users are told
 
-    def say_once(self, line: str) -> None:
-        """Say a line, unless it has been said before. Lines that differ in their numbers only count as one."""
-        known = re.sub(r"\d+", "#", line)
-        if known in self._said:
+    def say_once(self, line: str, key: str = "") -> None:
+        """Say a line, unless it has been said before.
+
+        Args:
+            line: one line of text.
+            key: lines with the same key count as one. By default lines do that differ in their digits only.
+        """
+        if not self._first(key or re.sub(r"\d+", "#", line)):
             return
-        self._said.add(known)
         try:
             self._say(line)
         except Exception:
-            logger.exception("verl_rounding_align: a line could not be said: %s", line)
+            logger.exception("rounding_align: a line could not be said: %s", line)
+
+    def _first(self, key: str) -> bool:
+        """Return whether ``key`` is new, and remember it."""
+        new = key not in self._said
+        self._said.add(key)
+        return new
 
     def _print(self, line: str) -> None:
         print(f"{self.prefix}: {line}", flush=True)
@@ -269,10 +287,10 @@ class Monitor:
         except (Missing, OSError) as error:
             self.say_once(f"{what}: {brief(error)}")
         except Exception as error:
-            line = f"{what}: {brief(error)}"
-            if re.sub(r"\d+", "#", line) not in self._said:
-                logger.exception("verl_rounding_align: unexpected error, training goes on. %s", what)
-            self.say_once(line)
+            key = f"{what}: {type(error).__name__}"  # its text may differ at every step
+            if self._first(f"traceback of {key}"):
+                logger.exception("rounding_align: an unexpected error, and training goes on. %s", what)
+            self.say_once(f"{what}: {brief(error)}", key)
 
     def _attempt(self, what: str, function: Callable, *args, default=None):
         """Return ``function(*args)``, or ``default`` where it fails."""
@@ -313,5 +331,6 @@ def write_json(file: Path, value) -> None:
         part.write_text(json.dumps(value))
         part.replace(file)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise

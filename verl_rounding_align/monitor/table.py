@@ -80,10 +80,10 @@ METRICS: dict[str, Metric] = {
     "trend": Metric(
         "growth of mismatch_k3, a robust slope over the last 200 steps (0: flat, 1: doubling); from step 30 on",
         "relative, per 100 steps",
-        "> -1",
+        ">= -1",
     ),
-    "trend_low": Metric("lower end of the 95 % interval of trend", "relative, per 100 steps", "> -1"),
-    "trend_high": Metric("upper end of the 95 % interval of trend", "relative, per 100 steps", "> -1"),
+    "trend_low": Metric("lower end of the 95 % interval of trend", "relative, per 100 steps", ">= -1"),
+    "trend_high": Metric("upper end of the 95 % interval of trend", "relative, per 100 steps", ">= -1"),
     "alarm": Metric(
         "1 from the step on at which mismatch_k3 was found rising or had jumped, and the log says so once",
         "flag",

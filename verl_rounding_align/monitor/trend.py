@@ -32,8 +32,8 @@ GROWTH = 200 * 1000 / BLOCK  # 0.5 % in 1,000 steps, by Ville's inequality and a
 CHANCE = "a false alarm has probability at most 0.5 % per 1,000 steps if blocks of 20 are exchangeable"
 RECENT, REFERENCE, LEAST = 6, 200, 60
 JUMP, RESUMED = 7.0, 4.0  # simulated: at most 0.5 % in 1,000 steps; at most 0.5 % at one look
-# The smallest rise of k3 that matters. k3 is half a mean square, so it is a rise by 5 % of the log-prob differences; the
-# standard error of one step with a few thousand tokens is 3 to 7 % of k3.
+# The smallest rise of k3 that matters. k3 is half a mean square, so the log-prob differences rise by 5 %. The standard error
+# of k3 in the quickstart's runs is 3 to 7 % over all their steps, and aligning all regions divides it by 2.8 there.
 SMALLEST = 0.10
 WINDOW, WINDOW_LEAST = 200, 30
 KEEP = BLOCK * BLOCKS
