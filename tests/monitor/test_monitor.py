@@ -178,6 +178,19 @@ def test_log_probs_that_cannot_be_compared_are_missing_and_never_zero(change, re
     assert short(monitor.observe(3, batch()))["missing"] == 0  # control: the next step is as good as any
 
 
+def test_a_reason_with_other_numbers_is_not_said_again():
+    monitor, lines = quiet()
+    for step in (1, 2, 3):
+        monitor.observe(step, batch(rollout=MASK[:, step:]))
+    monitor.observe(4, batch(rollout=None))  # control: another reason is
+    assert [line.split(",")[0] for line in lines] == [
+        "mismatch metrics missing: trainer (8",
+        "phantom clipping missing: trainer (8",
+        "mismatch metrics missing: the batch has no rollout",
+        "phantom clipping missing: the batch has no rollout",
+    ]
+
+
 def test_what_is_not_finite_is_left_out_and_counted():
     one = batch()
     rollout = one.rollout.clone()
