@@ -1,6 +1,6 @@
-"""Contract of the compiled backend: few graphs, whatever the lengths; the same model-level behaviour under sharding,
-checkpointing, LoRA, autocast and inference mode; backward keeps model-dtype inputs, not fp32 copies; an outer compile
-cannot delete rounding points."""
+"""Contract of the compiled backend: few graphs, whatever the lengths; the same model-level behaviour under checkpointing,
+LoRA, autocast and inference mode; backward keeps model-dtype inputs, not fp32 copies; an outer compile cannot delete
+rounding points."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from sharding import wrap
-from tiny import ALL, both_streams, leave, same, step, tiny, tokens
+from tiny import ALL, both_streams, same, step, tiny, tokens
 from torch._dynamo.utils import counters
 
 from verl_rounding_align import align, backend
@@ -133,29 +130,6 @@ def test_lora_trains_through_compiled_regions(engine):
     assert all(g.isfinite().all() and g.any() for g in gradients.values())
 
 
-def sharded(rank: int, path: str):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    ids = tokens()
-    reference = tiny("qwen3")
-    align(reference, "all", engine="vllm_compiled", backend="compile")
-    logits, gradients = step(reference, ids)
-    model = tiny("qwen3").float()
-    align(model, "all", engine="vllm_compiled", backend="compile")
-    model = wrap(model, "fsdp2")
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(ids, use_cache=False).logits
-    out.float().logsumexp(-1).pow(2).mean().backward()
-    assert torch.equal(out, logits)
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad.full_tensor().to(torch.bfloat16), gradients[name]), name
-    leave()
-
-
-def test_sharded_compiled_model_equals_the_unsharded_one(tmp_path):
-    mp.spawn(sharded, args=(str(tmp_path / "rendezvous"),), nprocs=2)
-
-
 def test_an_outer_compile_of_an_aligned_model_does_not_recompile_at_every_call(fresh):
     model = tiny("llama", layers=1).eval()
     alignment = align(model, "all", engine="vllm_compiled", backend="eager")
@@ -189,34 +163,66 @@ def test_a_whole_model_compiled_by_the_user_keeps_the_points():
 
 
 SWIGLU = """
-import sys, torch
+import contextlib, sys, torch
+from torch._inductor import compile_fx
 from verl_rounding_align import backend
 from verl_rounding_align.regions.swiglu import swiglu
 from verl_rounding_align.rounding import Rounding
+
+compile_ = compile_fx.fx_codegen_and_compile
+
+def compile_when_told(*args, **kwargs):
+    print("compiles", flush=True)
+    sys.stdin.readline()
+    return compile_(*args, **kwargs)
+
+compile_fx.fx_codegen_and_compile = compile_when_told
+if {lock} is False:
+    backend.first_in_line = lambda key: contextlib.nullcontext()
+rows = {{name: torch.ones(5, 8, dtype=torch.bfloat16) for name in ("gate", "up_")}}
 print("ready", flush=True)
 sys.stdin.readline()
-rows = {name: torch.ones(5, 8, dtype=torch.bfloat16) for name in ("gate", "up_")}
 backend.run(swiglu, rows, Rounding(), "compile")
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
-@pytest.mark.parametrize("lock", [True, False], ids=["in line", "control: each for itself"])
-def test_workers_that_start_together_compile_a_graph_once(tmp_path, lock):
-    code = SWIGLU if lock else SWIGLU.replace("rows =", "backend.first_in_line = lambda key: __import__('contextlib').nullcontext()\nrows =")  # fmt: skip
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        for _ in range(2)
-    ]
-    assert [w.stdout.readline() for w in workers] == ["ready\n"] * 2
-    for worker in workers:
+@pytest.fixture
+def workers(tmp_path):
+    """Start two processes that are ready to compile one region with an empty cache; what they wait for is a line."""
+    started = []
+
+    def start(lock: bool) -> list[subprocess.Popen]:
+        command = [sys.executable, "-c", SWIGLU.format(lock=lock)]
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        for _ in range(2):
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            started.append(subprocess.Popen(command, env=env, **pipes))
+        assert [w.stdout.readline() for w in started] == ["ready\n"] * 2
+        return started
+
+    yield start
+    for worker in started:
+        worker.kill()
+        worker.communicate()
+
+
+def test_a_worker_that_meets_a_graph_which_another_compiles_finds_it_on_disk(workers):
+    first, second = workers(lock=True)
+    first.stdin.write("go\n")
+    assert first.stdout.readline() == "compiles\n"
+    second.stdin.write("go\n")  # it now waits for the first one, which is told to go on only after this
+    assert first.communicate("go\n")[0] == "1\n"
+    assert second.communicate()[0] == "0\n"
+
+
+def test_without_the_line_each_worker_compiles_for_itself(workers):
+    """The control: both have missed the cache before either may go on."""
+    both = workers(lock=False)
+    for worker in both:
         worker.stdin.write("go\n")
-        worker.stdin.flush()
-    misses = [int(worker.communicate()[0]) for worker in workers]
-    assert sorted(misses) == ([0, 1] if lock else [1, 1])
+    assert [w.stdout.readline() for w in both] == ["compiles\n"] * 2
+    assert [w.communicate("go\n")[0] for w in both] == ["1\n"] * 2
 
 
 def test_a_worker_that_dies_keeps_nobody_waiting(monkeypatch, tmp_path):
