@@ -359,17 +359,10 @@ def triage(
     json: Json = None,
 ) -> None:
     """Name causes of a mismatch that are not rounding, from log-probs and settings; exit 0 if it is rounding-sized, else 1; notes (sampled-elsewhere, weights-not-compared) do not count."""
-    from .logprobs.tally import VERSION
-    from .report import rows as report
-    from .triage import detect as tool
+    from .triage.rows import exit_code
     from .triage.run import run_triage
 
-    findings = run_triage(dump, config, model, trainer_model)
-    report.show(tool.render(findings, str(dump or config or model)))
-    if json:
-        head = {"schema": "verl-rounding-align/triage", "schema_version": VERSION}
-        report.write_json(json, {**head, "findings": tool.as_json(findings)})
-    raise typer.Exit(0 if {f.cause for f in findings} <= {tool.ROUNDING, tool.NOTE, tool.NOT_COMPARED} else 1)
+    raise typer.Exit(exit_code(run_triage(dump, config, model, trainer_model, json)))
 
 
 def main() -> None:
