@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def read_yaml(path: str | Path, option: str):
-    """Return the OmegaConf config that a YAML file holds; interpolations in it are not resolved.
+    """Return the OmegaConf mapping that a YAML file holds; interpolations in it are not resolved.
 
     Args:
         path: the file.
         option: what the user gave it as, for the message: an option's name without dashes, or a config key.
 
     Raises:
-        ValueError: the file cannot be read, or it is not YAML that OmegaConf accepts.
+        ValueError: the file cannot be read, is not YAML that OmegaConf accepts, or holds no mapping.
     """
     import yaml
     from omegaconf import OmegaConf
@@ -22,7 +22,7 @@ def read_yaml(path: str | Path, option: str):
 
     said = f"{option}={str(path)!r}"
     try:
-        return OmegaConf.load(path)
+        found = OmegaConf.load(path)
     except OSError as error:  # OmegaConf raises one of its own, without strerror, for a file that holds a bare value
         raise ValueError(f"{said}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -33,6 +33,25 @@ def read_yaml(path: str | Path, option: str):
         raise ValueError(f"{said}: not YAML: {where}{error.problem}") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{said}: not YAML: {_first_line(error)}") from error
+    if not OmegaConf.is_dict(found):
+        raise ValueError(f"{said}: expected a mapping at its root")
+    return found
+
+
+def select(config, key: str, path: str | Path, option: str):
+    """Return what a config that :func:`read_yaml` has read holds at a dotted key, as plain data; None if there is nothing.
+
+    Raises:
+        ValueError: something on the way to the key is no mapping, or an interpolation cannot be resolved.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        found = OmegaConf.select(config, key)
+        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{option}={str(path)!r}: {key}: {_first_line(error)}") from error
 
 
 def read_json(path: str | Path) -> dict:
