@@ -143,7 +143,7 @@ def test_triage_refuses_a_checkpoint_that_is_not_there(model, capsys, monkeypatc
 
 def test_a_note_of_triage_does_not_count(monkeypatch):
     """Exit code 0 for rounding-sized with any note, 1 for a cause."""
-    from verl_rounding_align.triage import detect as triage
+    from verl_rounding_align.triage import rows as triage
     from verl_rounding_align.triage import run as run_triage
 
     for cause, code in [(triage.NOT_COMPARED, 0), (triage.NOTE, 0), ("weights", 1)]:

@@ -16,8 +16,6 @@ app = typer.Typer(
     help="Make the training side round where the inference engine rounds.",
 )
 
-ARMS = "rope,swiglu,add_rms_norm,carry,paper,all"
-EVERY_ARM = f"{ARMS},subsets"
 Json = Annotated[str | None, typer.Option("--json", help="also write the rows, with versions, to this file")]
 Model = Annotated[str, typer.Option(help="folder (or hub name) with the model's config.json")]
 
@@ -72,7 +70,7 @@ def plan(
     ] = False,
     rollout_config: Annotated[
         Path | None,
-        typer.Option(help="YAML: verl's config, or its rollout section; instead of the three options below"),
+        typer.Option(help="YAML: the framework's config, or its rollout section; instead of the next three options"),
     ] = None,
     vllm: Annotated[str | None, typer.Option(help="vLLM release of the rollout; default: the installed one")] = None,
     device: Annotated[
@@ -81,16 +79,18 @@ def plan(
     eager: Annotated[
         bool, typer.Option("--eager/--compiled", help="enforce_eager=True, or the compiled graph")
     ] = False,
+    framework: Annotated[str, typer.Option(help="training framework whose config it is")] = "verl",
     json: Json = None,
 ) -> None:
     """Print what would be patched in a model for a rollout engine; loads no weights, starts nothing."""
-    from .integrations.verl.hooks import read_rollout
+    from . import integrations
     from .report import rows as report
     from .trainers.preview import preview, request, rollout
 
-    asked = request(regions, engine, auto, rollout_config)
+    row = integrations.get(framework)
+    asked = request(regions, engine, auto, rollout_config, row.key)
     if rollout_config:
-        where = read_rollout(rollout_config, device or "cuda", probed=asked.engine is not None or asked.auto)
+        where = row.rollout(rollout_config, device or "cuda", probed=asked.engine is not None or asked.auto)
     else:
         where = rollout(vllm, device, eager, asked)
     alignment = preview(model, asked, where)
@@ -170,7 +170,10 @@ def overhead(
     family: Annotated[str | None, typer.Option(help="with --shape: another family in those sizes")] = None,
     layers: Annotated[int | None, typer.Option(help="decoder layers; default: all")] = None,
     tokens: Annotated[int, typer.Option(help="tokens per sample, one sequence")] = 1024,
-    plans: Annotated[str, typer.Option("--plan", help="values of the key, comma-separated")] = ARMS,
+    plans: Annotated[
+        str | None,
+        typer.Option("--plan", help="values of the key, comma-separated; default: every group, paper, and all"),
+    ] = None,
     engine: Annotated[str, typer.Option(help="preset of the engine")] = "vllm_compiled",
     backends: Annotated[
         str, typer.Option("--backend", help="compile, eager, or both comma-separated")
@@ -184,14 +187,15 @@ def overhead(
     """Measure what alignment costs: interleaved with the unaligned model, ratios with intervals, memory kept."""
     from dataclasses import asdict
 
-    from .overhead.measure import render, run_overhead
+    from .overhead.render import render
+    from .overhead.run import run_overhead
     from .report import rows as report
 
     rows = run_overhead(
         model,
         shape,
         family,
-        plans.split(","),
+        plans.split(",") if plans else None,
         engine,
         backends.split(","),
         layers=layers,
@@ -207,8 +211,11 @@ def overhead(
 
 
 Regions = Annotated[
-    str,
-    typer.Option(help="values of the key, or points, joined with +; comma-separated. 'subsets': all 15; 'subsets:a:b'"),
+    str | None,
+    typer.Option(
+        help="values of the key, or points, joined with +; comma-separated; 'subsets' stands for every subset of the groups, "
+        "'subsets:a:b' for those of a and b; default: every group, paper, all and subsets"
+    ),
 ]
 Engine = Annotated[
     str | None, typer.Option(help="auto to probe it, a probe's JSON file, or a preset; default: the preset for it")
@@ -225,6 +232,14 @@ gap_app = typer.Typer(
 app.add_typer(gap_app, name="gap")
 
 
+def _arms(regions: str | None) -> list[str]:
+    """Return the arms that an option names, or every one."""
+    from .gap.arms import SUBSETS
+    from .plan import arms
+
+    return regions.split(",") if regions else [*arms(), SUBSETS]
+
+
 @gap_app.callback()
 def gap(
     context: typer.Context,
@@ -232,7 +247,7 @@ def gap(
     out: Annotated[
         Path | None, typer.Option(help="folder for rollouts, log-probs and the report; an interrupted run resumes")
     ] = None,
-    regions: Regions = EVERY_ARM,
+    regions: Regions = None,
     mode: Annotated[str, typer.Option(help="vLLM's mode: compiled, eager or both")] = "compiled",
     tokens: Annotated[int, typer.Option(help="response tokens")] = 20_000,
     length: Annotated[int, typer.Option(help="most response tokens of a sequence")] = 256,
@@ -258,7 +273,7 @@ def gap(
     run_gap(
         model,
         out,
-        regions.split(","),
+        _arms(regions),
         mode,
         tokens,
         prompts,
@@ -293,7 +308,7 @@ def score(
 
         if out or json:
             raise ValueError(f"{source} is a folder of `gap`: its report is written there; leave out --out and --json")
-        rescore(source, model, (regions or EVERY_ARM).split(","), backend, engine, noise, layout)
+        rescore(source, model, _arms(regions), backend, engine, noise, layout)
     else:
         from .gap.dump import score_dump
 
@@ -317,9 +332,7 @@ def gap_report(folder: Annotated[Path, typer.Argument(help="folder that `gap` ma
 @app.command()
 def attribute(
     out: Annotated[Path, typer.Argument(help="folder of `gap --regions subsets`")],
-    players: Annotated[
-        str | None, typer.Option(help="groups or points, comma-separated; default: the four groups")
-    ] = None,
+    players: Annotated[str | None, typer.Option(help="groups or points, comma-separated; default: the groups")] = None,
     json: Json = None,
 ) -> None:
     """Say what closes how much of the gap: Shapley values with intervals, shares, pairwise interactions."""
@@ -339,7 +352,7 @@ def landing(
     json: Json = None,
 ) -> None:
     """Measure where values land between adjacent bf16 numbers, per quantity: clustered ones round with a bias."""
-    from .landing.measure import run_landing
+    from .landing.run import run_landing
 
     run_landing(model, text, tokens, window, json)
 
@@ -359,17 +372,10 @@ def triage(
     json: Json = None,
 ) -> None:
     """Name causes of a mismatch that are not rounding, from log-probs and settings; exit 0 if it is rounding-sized, else 1; notes (sampled-elsewhere, weights-not-compared) do not count."""
-    from .logprobs.tally import VERSION
-    from .report import rows as report
-    from .triage import detect as tool
+    from .triage.rows import exit_code
     from .triage.run import run_triage
 
-    findings = run_triage(dump, config, model, trainer_model)
-    report.show(tool.render(findings, str(dump or config or model)))
-    if json:
-        head = {"schema": "verl-rounding-align/triage", "schema_version": VERSION}
-        report.write_json(json, {**head, "findings": tool.as_json(findings)})
-    raise typer.Exit(0 if {f.cause for f in findings} <= {tool.ROUNDING, tool.NOTE, tool.NOT_COMPARED} else 1)
+    raise typer.Exit(exit_code(run_triage(dump, config, model, trainer_model, json)))
 
 
 def main() -> None:

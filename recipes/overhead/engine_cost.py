@@ -17,7 +17,7 @@ from pathlib import Path
 from alternatives_gap import EMULATED
 
 from verl_rounding_align.engines.vllm import generate as rollout
-from verl_rounding_align.overhead import measure as overhead
+from verl_rounding_align.overhead.compare import compare
 from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.json"
@@ -91,7 +91,7 @@ def main() -> None:
     finally:
         for engine in engines:
             engine.stop()
-    found = overhead.compare(*seconds)
+    found = compare(*seconds)
     print(f"engine with emulate_precision_casts, {SEQUENCES} sequences of {TOKENS} tokens: {found.verdict}")
     about = dict(model=Path(options.model).name, sequences=SEQUENCES, prompt=PROMPT, tokens=TOKENS)
     report.write_json(RESULTS, {**about, "load": os.getloadavg(), "timing": asdict(found)})

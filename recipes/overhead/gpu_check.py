@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package need
 from verl_rounding_align import backend as backends
 from verl_rounding_align.engines import presets
 from verl_rounding_align.engines.schedule import inductor
-from verl_rounding_align.overhead import measure as overhead
+from verl_rounding_align.overhead import arms as ways
+from verl_rounding_align.overhead import measure, models
 from verl_rounding_align.regions.add_rms_norm import add, rms_norm
 from verl_rounding_align.regions.rope import rotate
 from verl_rounding_align.regions.swiglu import swiglu
@@ -452,7 +453,7 @@ def _installed(name: str) -> str | None:
 def configs(small: bool, layers: int) -> dict:
     """Return name -> Transformers config with ``layers`` decoder layers; the vocabulary is cut, as no row reads it."""
     if not small:
-        out = {name: overhead.shape_config(name, layers=layers) for name in SHAPES}
+        out = {name: models.shape_config(name, layers=layers) for name in SHAPES}
     else:
         from transformers import AutoConfig
 
@@ -467,7 +468,7 @@ def check(device: str, small: bool, out: Path, budget_s: float, pairs: int, laye
     """Run every part that the budget reaches; return the payload, which was also written to ``out`` after each part."""
     start = time.monotonic()
     payload = {
-        "device": overhead.device_name(device),
+        "device": measure.device_name(device),
         "small": small,
         "versions": {name: _installed(name) for name in ("torch", "triton", "transformers")},
         "python": platform.python_version(),
@@ -498,9 +499,9 @@ def check(device: str, small: bool, out: Path, budget_s: float, pairs: int, laye
     shapes = {name: Sizes.of(name, config) for name, config in every.items()}
 
     def measure_layers(name: str, length: int) -> None:
-        model = overhead.from_config(every[name], device)
-        arms = [overhead.aligned(plan, "vllm_compiled", "compile") for plan in PLANS]
-        rows = overhead.measure(
+        model = models.from_config(every[name], device)
+        arms = [ways.aligned(plan, "vllm_compiled", "compile") for plan in PLANS]
+        rows = measure.measure(
             model,
             name,
             arms,

@@ -12,8 +12,11 @@ import os
 import sys
 from pathlib import Path
 
-from verl_rounding_align.overhead import measure as overhead
+from verl_rounding_align.overhead import render
 from verl_rounding_align.overhead import shares as profiler
+from verl_rounding_align.overhead.alternatives import run_alternatives
+from verl_rounding_align.overhead.compare import MINIMUM_PAIRS
+from verl_rounding_align.overhead.run import run_overhead
 from verl_rounding_align.report import rows as report
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,8 +26,8 @@ MODELS = {"smollm2-135m": None, "qwen3-0.6b": 4}
 
 
 def _rows(shape: str, layers: int | None, **options) -> list:
-    rows = overhead.run_overhead(shape=shape, layers=layers, tokens=TOKENS, device="cpu", threads=1, **options)
-    report.show(overhead.render(rows))
+    rows = run_overhead(shape=shape, layers=layers, tokens=TOKENS, device="cpu", threads=1, **options)
+    report.show(render.render(rows))
     return rows
 
 
@@ -58,7 +61,7 @@ def table(shape: str, layers: int | None) -> None:
 def shares(shape: str, layers: int | None) -> None:
     """Where the time of a pass goes, unaligned and aligned."""
     found = profiler.shares(shape=shape, layers=layers, plans=("rope", "paper", "all"), tokens=TOKENS, threads=1)
-    report.show(profiler.render(found))
+    report.show(render.render_shares(found))
     _write(f"shares-{shape}", found)
 
 
@@ -72,7 +75,7 @@ def checkpointing(shape: str, layers: int | None) -> None:
         scopes=("layers",),
         phases=("forward_backward",),
         checkpointing=True,
-        pairs=overhead.MINIMUM_PAIRS,
+        pairs=MINIMUM_PAIRS,
         warmup=1,
     )
     _write(f"checkpointing-{shape}", rows)
@@ -80,10 +83,10 @@ def checkpointing(shape: str, layers: int | None) -> None:
 
 def alternatives(shape: str, layers: int | None) -> None:
     """What a user would pick instead, two layers: whole-model compile, fp32 LM head, Liger where it runs."""
-    rows = overhead.run_alternatives(
-        shape=shape, layers=2, tokens=TOKENS, lengths=6, device="cpu", threads=1, pairs=overhead.MINIMUM_PAIRS
+    rows = run_alternatives(
+        shape=shape, layers=2, tokens=TOKENS, lengths=6, device="cpu", threads=1, pairs=MINIMUM_PAIRS
     )
-    report.show(overhead.render_alternatives(rows))
+    report.show(render.render_alternatives(rows))
     _write(f"alternatives-{shape}", rows)
 
 

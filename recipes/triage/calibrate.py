@@ -23,9 +23,13 @@ import make_inputs as inputs
 
 from verl_rounding_align.gap.rollouts import Rollouts
 from verl_rounding_align.logprobs.pairs import Pairs
+from verl_rounding_align.logprobs.tally import k3_terms
 from verl_rounding_align.report import rows as report
-from verl_rounding_align.triage import detect as tool
+from verl_rounding_align.triage.causes import OTHER
+from verl_rounding_align.triage.compare import compare_rope, compare_weights
+from verl_rounding_align.triage.detect import triage
 from verl_rounding_align.triage.facts import Facts
+from verl_rounding_align.triage.rows import ROUNDING
 
 TOKENS = 2000
 DRAWS = 200
@@ -72,7 +76,7 @@ def of_gap(folder: Path) -> Iterator[Case]:
             # trainer.<points>.<preset>.<layout>.safetensors
             arm, layout = how["points"] or "none", file.name.split(".")[-2]
             arm += f" as {how['preset']}" if how["points"] else ""
-            yield Case(tool.ROUNDING, f"{mode}, {arm}{LAYOUTS[layout]}", rollouts.pairs(scores), fresh=False)
+            yield Case(ROUNDING, f"{mode}, {arm}{LAYOUTS[layout]}", rollouts.pairs(scores), fresh=False)
 
 
 def cases(store: Store) -> Iterator[Case]:
@@ -85,19 +89,19 @@ def cases(store: Store) -> Iterator[Case]:
             return pairs_of(store, name, store[f"{name}/trainer {t:g}"])
 
         if mode == "raw_logprobs" and temperature != 1:
-            yield Case(tool.ROUNDING, f"eager, raw at T = {temperature:g}, scored at 1", at(1))
+            yield Case(ROUNDING, f"eager, raw at T = {temperature:g}, scored at 1", at(1))
             yield Case("processed-against-raw", f"T = {temperature:g}", at(temperature))
         elif mode == "raw_logprobs":
-            yield Case(tool.ROUNDING, f"eager, raw at top-p {top_p:g}", at(1))
+            yield Case(ROUNDING, f"eager, raw at top-p {top_p:g}", at(1))
         elif top_p < 1 or top_k:
             yield Case("kept-mass", f"top-p {top_p:g}" if top_p < 1 else f"top-k {top_k}", at(1))
         else:
-            yield Case(tool.ROUNDING, f"eager, both at T = {temperature:g}", at(temperature))
+            yield Case(ROUNDING, f"eager, both at T = {temperature:g}", at(temperature))
             if temperature != 1:
                 yield Case("temperature", f"T = {temperature:g} scored at 1", at(1))
     if "random qwen3/rollout" in store:
         yield Case(
-            tool.ROUNDING,
+            ROUNDING,
             "eager, random Qwen3",
             pairs_of(store, "random qwen3", store["random qwen3/trainer 1"]),
             fresh=False,
@@ -111,13 +115,13 @@ def cases(store: Store) -> Iterator[Case]:
             )
     if "groups/rollout" in store:
         groups = pairs_of(store, "groups", store["groups/trainer 1"])
-        yield Case(tool.ROUNDING, "eager, 8 answers to each of 4 prompts", groups)
-        yield Case(tool.ROUNDING, "eager, 8 answers to each of 4 prompts, the first 125 tokens", head(groups, 125))
+        yield Case(ROUNDING, "eager, 8 answers to each of 4 prompts", groups)
+        yield Case(ROUNDING, "eager, 8 answers to each of 4 prompts, the first 125 tokens", head(groups, 125))
     if "clean/rollout" in store:
         base = pairs_of(store, "clean", store["clean/trainer 1"])
         yield from changed(base)
         yield from settings(base)
-        yield Case(tool.ROUNDING, "eager, over 8 steps", with_steps(base))
+        yield Case(ROUNDING, "eager, over 8 steps", with_steps(base))
     for name in sorted(n for n in store if n.startswith("fault ")):
         _, kind, size = name.split(" ", 2)
         cause, text = FAULTS[kind]
@@ -156,7 +160,7 @@ def with_steps(base: Pairs) -> Pairs:
 def settings(base: Pairs) -> Iterator[Case]:
     """Yield what a setting makes of a clean run."""
     ratio = Facts(sequence_ratio="algorithm.rollout_correction.rollout_is=sequence")
-    for length, cause in ((20, tool.ROUNDING), (60, tool.ROUNDING), (600, RATIO), (1000, RATIO)):
+    for length, cause in ((20, ROUNDING), (60, ROUNDING), (600, RATIO), (1000, RATIO)):
         yield Case(cause, f"responses of {length} tokens, rollout_is=sequence", pieces(base, length), facts=ratio)
     yield Case("unsupported-backend", "strategy=megatron", base, facts=Facts(strategy="megatron"))
     yield Case("missing-log-probs", "calculate_log_probs=False", base, facts=Facts(calculate_log_probs=False))
@@ -180,11 +184,11 @@ def head(base: Pairs, n: int) -> Pairs:
 
 LONG = 270
 FAULTS = {
-    "noise": (tool.OTHER, "noise of {} of its size on every matrix"),
-    "rope": (tool.OTHER, "RoPE {}"),
+    "noise": (OTHER, "noise of {} of its size on every matrix"),
+    "rope": (OTHER, "RoPE {}"),
     "window": ("growth-with-position", "the trainer sees {} tokens back"),
-    "pad": (tool.OTHER, "{} padding tokens in front attended"),
-    "cut": (tool.OTHER, "prompts cut to fit {} tokens"),
+    "pad": (OTHER, "{} padding tokens in front attended"),
+    "cut": (OTHER, "prompts cut to fit {} tokens"),
 }
 
 
@@ -255,11 +259,11 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
 
 def rate(case: Case, tokens: int, n: int) -> dict:
     """Return how often triage names what is there."""
-    named = Counter(tool.triage(sample, case.facts)[0].cause for sample in draws(case, tokens, n, seed=1))
+    named = Counter(triage(sample, case.facts)[0].cause for sample in draws(case, tokens, n, seed=1))
     hits = sum(named[cause] for cause in (case.cause, *case.also))
     return dict(
         cause=case.cause, also=case.also, size=case.size, fresh=case.fresh, hits=hits, draws=n, interval=wilson(hits, n),
-        k3=float(np.nanmean(tool.k3_terms(case.pairs.rollout - case.pairs.trainer))),
+        k3=float(np.nanmean(k3_terms(case.pairs.rollout - case.pairs.trainer))),
         others={cause: count for cause, count in named.most_common() if cause not in (case.cause, *case.also)},
     )  # fmt: skip
 
@@ -299,9 +303,9 @@ def compared(model: str, n: int) -> Iterator[dict]:
             draw = torch.Generator().manual_seed(seed)
             name = names[int(torch.randint(len(names), (1,), generator=draw))]
             other = {**mine, name: weights.digest(change(matrices[name].detach().float(), draw))}
-            found = tool.compare_weights(mine, other)
-            named[found.cause if found else tool.ROUNDING] += 1
-        yield dict(cause=tool.ROUNDING if change is bits else "weights", size=size, named=dict(named), comparisons=n)
+            found = compare_weights(mine, other)
+            named[found.cause if found else ROUNDING] += 1
+        yield dict(cause=ROUNDING if change is bits else "weights", size=size, named=dict(named), comparisons=n)
     config = AutoConfig.from_pretrained(model)
     for size, parameters in (
         ("theta x1.001", dict(rope_theta=config.rope_parameters["rope_theta"] * 1.001)),
@@ -310,9 +314,9 @@ def compared(model: str, n: int) -> Iterator[dict]:
     ):  # fmt: skip
         other = AutoConfig.from_pretrained(model)
         other.rope_parameters = {**other.rope_parameters, **parameters}
-        found = tool.compare_rope(rope.of_config(config), rope.of_config(other))
-        cause = "rope-parameters" if parameters else tool.ROUNDING
-        yield dict(cause=cause, size=size, named={found.cause if found else tool.ROUNDING: 1}, comparisons=1)
+        found = compare_rope(rope.of_config(config), rope.of_config(other))
+        cause = "rope-parameters" if parameters else ROUNDING
+        yield dict(cause=cause, size=size, named={found.cause if found else ROUNDING: 1}, comparisons=1)
 
 
 def main() -> None:

