@@ -14,7 +14,7 @@ PACKAGE = Path(verl_rounding_align.__file__).parent
 NAME = PACKAGE.name
 # from the ground up; rooms of one line may import each other
 LAYERS = (
-    {"rounding", "formats", "backend", "regions", "families", "postimport", "releases"},
+    {"rounding", "formats", "backend", "regions", "families", "postimport", "releases", "files"},
     {"engines"},
     {"plan"},
     {"trainers"},

@@ -8,6 +8,7 @@ Rooms, from the ground up; each imports only from those above it in this list:
     families.py      Hugging Face model families as data
     backend.py       how a region function runs: op by op, or compiled with its points kept
     releases.py      one sentence for a release of another package that nothing here was tested with
+    files.py         users' YAML and JSON files, with one sentence for what is wrong with one
     postimport.py    run a function right after a module has been imported
     engines/         what an inference engine stores: presets, fingerprint, probe, schedule, auto; one room per engine
     plan.py          config value + engine -> Plan (frozen, printable, one value for the workers); errors about the key's value
