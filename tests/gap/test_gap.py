@@ -36,6 +36,7 @@ from verl_rounding_align.gap.rollouts import NextTokens, Rollouts, make
 from verl_rounding_align.gap.score import LAYOUTS, score
 from verl_rounding_align.logprobs.tally import VERSION, gap_row
 from verl_rounding_align.report import pages as gap_report
+from verl_rounding_align.report import progress as bars
 from verl_rounding_align.report import rows as report
 from verl_rounding_align.triage import detect as triage
 from verl_rounding_align.triage.run import read_gap, run_triage
@@ -771,7 +772,7 @@ def test_the_bar_is_never_full_before_the_last_token():
 
 def test_what_follows_the_last_token_is_a_bar_of_its_own():
     progress = Progress(disable=True)
-    with run_gap._follow(progress, "generates", "is asked") as tell:
+    with bars.follow(progress, "generates", "is asked") as tell:
         tell(60, 100)
         assert [(t.completed, t.total) for t in progress.tasks] == [(60, 100)]
         tell(100, 100)

@@ -8,14 +8,12 @@ DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
 
 from ..engines.auto import Rollout
 from ..engines.presets import Preset
@@ -25,6 +23,7 @@ from ..logprobs.tally import BATCHED, VERSION, Tally, k3_terms
 from ..plan import find_preset
 from ..regions import GROUPS
 from ..report import pages as gap_report
+from ..report import progress as bars
 from ..report import rows as report
 from ..trainers.preview import engine_preset, installed_vllm
 from ..triage import detect as triage
@@ -39,39 +38,6 @@ from .score import check_layout
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
 PRESET = "preset.json"  # in a mode's folder: which preset and layout its last scores are of
 NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
-
-
-def _advance(progress: Progress, total: int):
-    """Return a callback (arm, tokens) with one bar per arm."""
-    tasks: dict = {}
-
-    def advance(arm: str, n: int) -> None:
-        if arm not in tasks or progress.tasks[tasks[arm]].finished:
-            tasks[arm] = progress.add_task(f"trainer scores them: {arm}", total=total)
-        progress.advance(tasks[arm], n)
-
-    return advance
-
-
-@contextmanager
-def _follow(progress: Progress, title: str, then: str | None = None) -> Iterator[Callable[[float, float], None]]:
-    """Yield a callback (done, total) with one bar, full at the end of the block.
-
-    Args:
-        then: what goes on, for an unknown time, once done is total: a second bar without an end.
-    """
-    task, more = progress.add_task(title, total=1), None
-
-    def tell(done: float, total: float) -> None:
-        nonlocal more
-        progress.update(task, completed=done, total=total)
-        if then and done == total and more is None:
-            more = progress.add_task(then, total=None)
-
-    yield tell
-    for one in (task, more):
-        if one is not None:
-            progress.update(one, completed=1, total=1)
 
 
 def check(mode: str, regions: Sequence[str]) -> list[str]:
@@ -160,18 +126,18 @@ def run_gap(
     options = {"temperature": temperature, "length": length}
     for name, preset in presets.items():
         folder, eager = out / name, name == "eager"
-        with report.progress() as progress:
+        with bars.progress() as display:
             title = f"vLLM ({name}) generates {tokens} tokens"
             asks = [what for what, n in (("prefill", noise), ("whole distributions", full_vocab)) if n]
             then = f"vLLM ({name}) is asked for {' and '.join(asks)}" if asks else None
-            with _follow(progress, title, then) as tell:
-                made = rollout.make(folder, model, lines, tokens, eager, extras, tell, **options)
+            with bars.follow(display, title, then) as tell:
+                made = rollout.make(folder, model, lines, tokens, eager, extras, tell, display.print, **options)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
                 few = lines[:NOISE_PROMPTS]
-                with _follow(progress, title) as tell:
+                with bars.follow(display, title) as tell:
                     varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
                 if varied.meta.get("cached_prompt_tokens") == 0:
-                    progress.print(f"no row for {title}: the prompts are shorter than one of its blocks")
+                    display.print(f"no row for {title}: the prompts are shorter than one of its blocks")
         if made.meta["device"] != device:
             raise ValueError(
                 f"device={device!r}: vLLM ran on {made.meta['device']}; the preset would be another engine's"
@@ -255,8 +221,8 @@ def _measure(
     modes = {}
     for name, preset in presets.items():
         rollouts = rollout.Rollouts.load(out / name)
-        with report.progress() as progress:
-            advance = _advance(progress, len(rollouts.log_probs))
+        with bars.progress() as display:
+            advance = bars.bar_by_name(display, "trainer scores them: {}", len(rollouts.log_probs))
             trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance, layout)
             rows = gap.measure(trainer, chosen, preset, floors)
             crossed = []
