@@ -36,6 +36,7 @@ from verl_rounding_align.gap.rollouts import NextTokens, Rollouts, make
 from verl_rounding_align.gap.score import LAYOUTS, score
 from verl_rounding_align.logprobs.tally import VERSION, gap_row
 from verl_rounding_align.report import pages as gap_report
+from verl_rounding_align.report import progress as bars
 from verl_rounding_align.report import rows as report
 from verl_rounding_align.triage import detect as triage
 from verl_rounding_align.triage.run import read_gap, run_triage
@@ -251,6 +252,47 @@ def test_arms_that_move_the_same_points_are_scored_once(checkpoint, rollouts, tm
     assert rows[1].k3 == rows[2].k3 != rows[3].k3 == rows[4].k3
 
 
+def test_a_score_that_fails_leaves_the_model_as_it_was(checkpoint, rollouts, tmp_path, monkeypatch):
+    """It had stayed aligned: the next arm was refused, or scored on top of it."""
+    it, preset = trainer(checkpoint, rollouts, tmp_path), get("vllm_compiled")
+    none = it.scores("none", preset)["log_probs"]
+    real = gap.score
+
+    def fail(model, *args, **kwargs):
+        assert not np.array_equal(real(model, *args, **kwargs)["log_probs"].double().numpy(), none)  # it is aligned
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gap, "score", fail)
+    with pytest.raises(KeyboardInterrupt):
+        it.scores("all", preset)
+    monkeypatch.setattr(gap, "score", real)
+    (tmp_path / "trainer.none.none.batched.safetensors").unlink()
+    assert np.array_equal(it.scores("none", preset)["log_probs"], none)
+
+
+def test_a_model_whose_forward_does_not_reach_what_was_aligned_is_refused(checkpoint, rollouts, tmp_path, monkeypatch):
+    it = trainer(checkpoint, rollouts, tmp_path)
+    monkeypatch.setattr(gap, "score", lambda *args, **kwargs: {"log_probs": rollouts.log_probs})
+    with pytest.raises(ValueError) as error:
+        it.scores("rope", get("vllm_compiled"))
+    assert str(error.value) == (
+        f"model={checkpoint!r}: the forward pass did not reach 3 modules that were aligned, model.layers.0.self_attn first; "
+        "its log-probs are not those of the aligned model"
+    )
+    assert list(tmp_path.glob("trainer.*")) == []
+
+
+def test_a_damaged_score_is_made_again(checkpoint, rollouts, tmp_path):
+    first = gap.measure(trainer(checkpoint, rollouts, tmp_path), ["rope"], "vllm_compiled", [])
+    (file,) = tmp_path.glob("trainer.*.vllm_compiled.batched.safetensors")
+    file.write_bytes(b"damaged")
+    scored = []
+    again = gap.measure(
+        trainer(checkpoint, rollouts, tmp_path, lambda arm, n: scored.append(arm)), ["rope"], "vllm_compiled", []
+    )
+    assert set(scored) == {"rope"} and again == first
+
+
 # ---- arms
 
 
@@ -271,6 +313,18 @@ def test_a_point_moves_itself_and_nothing_else(engine):
             assert found.rounding(kind) is None if point not in before | after else found.rounding(kind).points == want
     together = arms.plan("+".join(arms.POINTS), get(engine))
     assert {k: r.points for k, r in together.roundings} == {k: get(engine).points[k] for k in KINDS}
+
+
+def test_an_arm_is_refused_where_the_preset_says_nothing_about_its_points():
+    """And is left alone at the site kinds that the preset does not know."""
+    known = {kind: points for kind, points in get("vllm_compiled").points.items() if kind not in ("mlp", "final")}
+    dense, silent = replace(get("vllm_compiled"), points=known), dict(known)
+    del silent["experts"]
+    assert [kind for kind, _ in arms.plan("act+carry", dense).roundings] == ["experts", "attn_add", "mlp_add"]
+    assert "mlp" in dict(arms.plan("act", get("vllm_compiled")).roundings)
+    with pytest.raises(ValueError) as error:
+        arms.plan("act+carry", replace(dense, points=silent))
+    assert str(error.value) == "regions='act': preset vllm_compiled says nothing about the swiglu region"
 
 
 def test_an_unknown_arm_is_an_error_that_lists_the_legal_ones():
@@ -383,6 +437,12 @@ def test_rollouts_belong_to_the_checkpoint_that_made_them(checkpoint, rollouts, 
 def test_arrays_that_do_not_fit_are_an_error(rollouts, tmp_path):
     replace(rollouts, log_probs=rollouts.log_probs[1:]).save(tmp_path)
     with pytest.raises(ValueError, match="101 log_probs for 102 response tokens"):
+        Rollouts.load(tmp_path)
+    replace(rollouts, offsets=rollouts.offsets[1:]).save(tmp_path)
+    with pytest.raises(ValueError, match="12 offsets for 12 sequences"):
+        Rollouts.load(tmp_path)
+    rollout.save(tmp_path / "rollouts.safetensors", {"tokens": rollouts.tokens})
+    with pytest.raises(ValueError, match="expected the arrays tokens, offsets, prompts, log_probs, found tokens"):
         Rollouts.load(tmp_path)
 
 
@@ -541,6 +601,67 @@ def test_the_triage_of_a_gap_knows_the_models_experts(measured, tmp_path, monkey
     assert known[3:] == [None]  # the control
 
 
+UNREADABLE = "no safetensors in it (Error while deserializing header: header too small)"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "rollouts.json",
+            "{",
+            "no JSON in it (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        ),
+        ("rollouts.json", "[]", "expected a mapping in it, found list"),
+        ("rollouts.safetensors", "x", UNREADABLE),
+        ("preset.json", "x", "no JSON in it (Expecting value: line 1 column 1 (char 0))"),
+        ("preset.json", "{}", "not written by this command (KeyError: 'device'); run `gap` again"),
+        (
+            "preset.json",
+            '{"device": "cpu", "preset": {}}',
+            "not written by this command (KeyError: 'name'); run `gap` again",
+        ),
+        ("preset.json", None, "not there, and it says what the scores are aligned to; run `gap` again"),
+        ("next_tokens.safetensors", "x", UNREADABLE),
+    ],
+)
+@pytest.mark.parametrize("command", ["gap score", "attribute"])
+def test_a_damaged_file_of_a_gap_is_one_sentence(
+    measured, tmp_path, monkeypatch, capsys, name, content, message, command
+):
+    out = tmp_path / "gap"
+    shutil.copytree(measured[0], out)
+    file = out / "compiled" / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    if command == "attribute" and name == "next_tokens.safetensors":
+        file = out / "compiled" / "trainer.none.none.batched.safetensors"  # what it reads in its place
+        file.write_text(content)
+        message = f"{message}; remove it"
+    monkeypatch.setattr(sys, "argv", ["verl-rounding-align", *command.split(), str(out)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert (end.value.code, capsys.readouterr().err.strip()) == (2, f"error: {file}: {message}")
+
+
+def test_rollouts_that_do_not_say_what_made_them_ask_for_it(measured, tmp_path):
+    out = tmp_path / "gap"
+    shutil.copytree(measured[0], out)
+    meta = json.loads((out / "compiled" / "rollouts.json").read_text())
+    del meta["model"]
+    (out / "compiled" / "rollouts.json").write_text(json.dumps(meta))
+    done = CliRunner().invoke(cli.app, ["gap", "score", str(out)])
+    assert str(done.exception) == "model=None: no such folder; give the checkpoint that made the rollouts as --model"
+
+
+def test_log_probs_of_other_responses_are_no_floor(checkpoint, rollouts, tmp_path):
+    rollout.save(tmp_path / "prefill.safetensors", {"log_probs": rollouts.log_probs[1:]})
+    with pytest.raises(ValueError) as error:
+        gap.measure(trainer(checkpoint, rollouts, tmp_path), [], "vllm_compiled", [])
+    assert str(error.value) == f"{tmp_path}: 101 log_probs in prefill.safetensors for 102 response tokens"
+
+
 def test_a_folder_without_a_gap_says_what_to_run(tmp_path):
     done = CliRunner().invoke(cli.app, ["gap", "report", str(tmp_path)])
     assert str(done.exception) == (
@@ -651,7 +772,7 @@ def test_the_bar_is_never_full_before_the_last_token():
 
 def test_what_follows_the_last_token_is_a_bar_of_its_own():
     progress = Progress(disable=True)
-    with run_gap._follow(progress, "generates", "is asked") as tell:
+    with bars.follow(progress, "generates", "is asked") as tell:
         tell(60, 100)
         assert [(t.completed, t.total) for t in progress.tasks] == [(60, 100)]
         tell(100, 100)

@@ -1,8 +1,8 @@
 """Arms of a measurement: which rounding points the trainer moves to the engine's, by groups or one by one.
 
 An arm is named as the key's value is (``rope``, ``paper``, ``a+b``), or by single points (``product+act``). What it *does*
-is the set of points it moves, so ``all`` and the four groups joined are one arm, scored once, and the players of an
-attribution are any sets of points.
+is the set of points that it moves. ``all`` and its groups joined are therefore one arm, scored once, and any sets of points
+can be the players of an attribution. Names and points are those of ``plan.arms()`` and the table of regions.
 """
 
 from __future__ import annotations
@@ -14,29 +14,58 @@ from itertools import combinations
 from ..engines.presets import TRAINER, Preset, get
 from ..plan import NONE, Plan, arms, parse_plan
 from ..regions import GROUPS, KINDS, REGIONS
+from ..regions.table import Derived
 from ..rounding import Rounding
 
-POINTS = {point: region.name for region in REGIONS.values() for point in region.points}
+POINTS = Derived(REGIONS, lambda region: ((point, region.name) for point in region.points))  # point -> region's name
 SUBSETS = "subsets"
 
 
-def moved(name: str, preset: Preset) -> frozenset[str]:
-    """Return the points that one region, group or point of an arm's name moves.
+def check(arm: str) -> None:
+    """Check the names of an arm, before its engine is known.
 
     Raises:
-        ValueError: no such name; the message lists the legal ones.
+        ValueError: a name that is none; the message lists the legal ones.
+    """
+    for name in (name.strip() for name in arm.split("+")):
+        if name not in (NONE, *arms(), *POINTS):
+            raise ValueError(
+                f"regions={name!r}: choose from {', '.join(dict.fromkeys((NONE, *arms(), *POINTS, SUBSETS)))} (join with +)"
+            )
+
+
+def player(name: str) -> frozenset[str]:
+    """Return the points of a group, or the one point that ``name`` is.
+
+    Raises:
+        ValueError: no such group or point; the message lists the legal ones.
+
+    >>> sorted(player("add_rms_norm")), sorted(player("act"))
+    (['normed', 'sum'], ['act'])
+    """
+    if name in GROUPS:
+        return GROUPS[name].points
+    if name in POINTS:
+        return frozenset({name})
+    raise ValueError(f"players={name!r}: choose from {', '.join(dict.fromkeys((*GROUPS, *POINTS)))}")
+
+
+def moved(name: str, preset: Preset) -> frozenset[str]:
+    """Return the points that one name of an arm moves: a name of the key's value, or a point.
+
+    Raises:
+        ValueError: no such name, or one that the preset says nothing about.
 
     >>> sorted(moved("add_rms_norm", get("vllm_compiled"))), sorted(moved("act", get("vllm_compiled")))
     (['normed', 'sum'], ['act'])
     """
+    check(name)
     if name in (NONE, *arms()):
-        groups = parse_plan(name, engine=preset).groups
-        return frozenset().union(*(GROUPS[group].points for group in groups))
-    if name in POINTS:
-        return frozenset({name})
-    raise ValueError(
-        f"regions={name!r}: choose from {', '.join(dict.fromkeys((NONE, *arms(), *POINTS, SUBSETS)))} (join with +)"
-    )
+        return frozenset().union(*(GROUPS[group].points for group in parse_plan(name, engine=preset).groups))
+    kinds = [kind for kind, region in KINDS.items() if region == POINTS[name]]
+    if not any(preset.knows(kind) for kind in kinds):
+        raise ValueError(f"regions={name!r}: preset {preset.name} says nothing about the {POINTS[name]} region")
+    return frozenset({name})
 
 
 def points(arm: str, preset: Preset) -> frozenset[str]:
@@ -64,7 +93,7 @@ def plan(arm: str, preset: Preset) -> Plan:
     chosen, trainer, roundings = points(arm, preset), get(TRAINER), []
     for kind, region in KINDS.items():
         here = chosen & set(REGIONS[region].points)
-        if here:
+        if here and preset.knows(kind):
             roundings.append((kind, Rounding((trainer.at(kind) - here) | (preset.at(kind) & here))))
     groups = tuple(group for group, its in GROUPS.items() if its.points & chosen)
     return replace(parse_plan(NONE), groups=groups, engine=preset.name, roundings=tuple(roundings))
@@ -80,8 +109,10 @@ def subsets(players: Sequence[str]) -> list[str]:
 
 
 def expand(regions: Sequence[str]) -> list[str]:
-    """Return arms without ``none``; ``subsets`` stands for all subsets of the groups and ``all``, ``subsets:a:b``
-    for those of these players.
+    """Return arms without ``none``, each once.
+
+    Args:
+        regions: arms; ``subsets`` stands for all subsets of the groups and ``all``, ``subsets:a:b`` for those of these players.
 
     >>> expand(["rope", "subsets:act:carry"])
     ['rope', 'act', 'carry', 'act+carry']

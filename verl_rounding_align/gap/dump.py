@@ -8,6 +8,7 @@ from pathlib import Path
 from ..logprobs import pairs
 from ..logprobs.tally import VERSION, GapRow, Tally, tally_row
 from ..report import pages as gap_report
+from ..report import progress as bars
 from ..report import rows as report
 
 
@@ -22,14 +23,14 @@ def score_dump(source: Path, out: Path | None = None, json: Path | None = None) 
         ValueError: no dump, or nothing in it to compare.
     """
     tally, left_out, masked = Tally(), 0, 0
-    with report.progress() as progress:
-        task = progress.add_task(f"reads {source}", total=1)
-        for part in pairs.read(source, progress=lambda share: progress.update(task, completed=share)):
+    with bars.progress() as display:
+        task = display.add_task(f"reads {source}", total=1)
+        for part in pairs.read(source, progress=lambda share: display.update(task, completed=share)):
             valid = part.valid()
             tally.add(valid.rollout - valid.trainer, valid.offsets, valid.positions)
             left_out += part.missing
             masked += int((~part.mask).sum())
-            progress.update(task, description=f"reads {source}: {tally.tokens:,} tokens")
+            display.update(task, description=f"reads {source}: {tally.tokens:,} tokens")
     if not tally.tokens:
         raise ValueError(
             f"{source}: not one token that counts has two finite log-probs ({left_out} have not, {masked} masked)"

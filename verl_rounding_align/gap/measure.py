@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from ..engines.presets import TRAINER, Preset, get
+from ..engines.rollouts import read_arrays
 from ..logprobs.intervals import Interval, intervals, per_sequence
 from ..logprobs.tally import BATCHED, FLOOR, GapRow, Tally, gap_row, k3_terms, tally_row
 from ..plan import find_preset
@@ -158,20 +159,44 @@ class Trainer:
                 self._loaded = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
                 self._loaded.to(self.device)
             said = arm if layout == self.layout else FLOORS[layout]
-            alignment = align(self._loaded, wanted, backend=self.backend)
-            kept = score(self._loaded, self.rollouts, layout, progress=lambda n: self.progress(said, n), whole=whole)
-            assert not alignment.idle(), alignment.idle()
-            alignment.undo()
+            with align(self._loaded, wanted, backend=self.backend) as alignment:
+                kept = score(
+                    self._loaded, self.rollouts, layout, progress=lambda n: self.progress(said, n), whole=whole
+                )
+                idle = alignment.idle()
+            if idle:
+                raise ValueError(
+                    f"model={self.model!r}: the forward pass did not reach {len(idle)} modules that were aligned, {idle[0]} "
+                    "first; its log-probs are not those of the aligned model"
+                )
             save(file, kept, how)
         return {n: x.numpy().astype(np.float64) for n, x in kept.items()}
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[dict[str, str], Callable[[str], torch.Tensor], list[str]]]:
+    """Open a file of scores; yield (how they were made, name -> tensor, names).
+
+    Raises:
+        ValueError: it is damaged, or no file of scores.
+    """
+    try:
+        with safe_open(file, "pt") as kept:
+            names = list(kept.keys())
+            if "log_probs" not in names:
+                raise ValueError(f"{file}: expected scores in it, found {', '.join(names) or 'nothing'}; remove it")
+            yield kept.metadata() or {}, kept.get_tensor, names
+    except SafetensorError as error:
+        raise ValueError(f"{file}: no safetensors in it ({error}); remove it") from error
+
+
 def _kept(file: Path, how: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Return a score that is kept, if it was made as it would be made now."""
+    """Return a score that is kept, if it was made as it would be made now; a damaged one is none."""
     if not file.exists():
         return {}
-    with safe_open(file, "pt") as kept:
-        return {name: kept.get_tensor(name) for name in kept.keys()} if kept.metadata() == how else {}  # noqa: SIM118
+    with suppress(ValueError), _opened(file) as (made, tensor, names):
+        return {name: tensor(name) for name in names} if made == how else {}
+    return {}
 
 
 def measure(
@@ -208,7 +233,11 @@ def measure(
 def _engine_floors(folder: Path, rollouts: Rollouts, unaligned: np.ndarray) -> list[GapRow]:
     rows, offsets = [], rollouts.response_offsets
     if (folder / f"{PREFILL}.safetensors").exists():
-        other = load_file(folder / f"{PREFILL}.safetensors")["log_probs"].double().numpy()
+        other = read_arrays(folder / f"{PREFILL}.safetensors", "log_probs")["log_probs"].double().numpy()
+        if len(other) != len(unaligned):
+            raise ValueError(
+                f"{folder}: {len(other)} log_probs in {PREFILL}.safetensors for {len(unaligned)} response tokens"
+            )
         rows.append(gap_row(PREFILL_ROW, NONE, rollouts.log_probs.double().numpy() - other, unaligned, offsets, FLOOR))
     for name, (title, _) in VARIANTS.items():
         if (folder / name / "rollouts.safetensors").exists():
@@ -257,21 +286,23 @@ def kept_scores(folder: Path, layout: str = BATCHED) -> dict[str, Kept]:
     """Return preset's name -> what :class:`Trainer` has kept for it in a layout; the unaligned scores are in each.
 
     Scores of other rollouts, another checkpoint, backend, device or version than the unaligned trainer's are left out.
+
+    Raises:
+        ValueError: a damaged file.
     """
     found: dict[str, Kept] = {}
     unaligned = folder / f"trainer.{NONE}.{NONE}.{layout}.safetensors"
     if not unaligned.exists():
         return {}
-    with safe_open(unaligned, "pt") as kept:
-        basis = _basis(kept.metadata() or {})
+    with _opened(unaligned) as (how, _, _):
+        basis = _basis(how)
     for file in sorted(folder.glob(f"trainer.*.{layout}.safetensors")):
-        with safe_open(file, "pt") as kept:
-            how = kept.metadata()
+        with _opened(file) as (how, tensor, _):
             if _basis(how) != basis:
                 continue
             moved, its_live = (frozenset(filter(None, how[name].split("+"))) for name in ("points", "live"))
             one = found.setdefault(how["preset"], Kept({}, its_live))
-            one.scores[moved] = kept.get_tensor("log_probs").double().numpy()
+            one.scores[moved] = tensor("log_probs").double().numpy()
     none = found.pop(NONE)
     return {preset: Kept({**none.scores, **one.scores}, one.live) for preset, one in found.items()}
 
@@ -285,8 +316,8 @@ def unaligned_scores(folder: Path, rollouts: Rollouts, layout: str = BATCHED) ->
     file = folder / f"trainer.{NONE}.{NONE}.{layout}.safetensors"
     if not file.exists():
         return None
-    with safe_open(file, "np") as kept:
-        its = _basis(kept.metadata() or {})
+    with _opened(file) as (how, tensor, _):
+        its = _basis(how)
         wanted = {"rollouts": _tokens_digest(rollouts), "checkpoint": rollouts.meta.get("checkpoint")}
         other = [name for name, value in wanted.items() if value and its.get(name, value) != value]
         if other:
@@ -294,4 +325,4 @@ def unaligned_scores(folder: Path, rollouts: Rollouts, layout: str = BATCHED) ->
                 f"{file}: scores of other {' and '.join(other)} than the folder's; "
                 f"run `verl-rounding-align gap score {folder.parent}`"
             )
-        return kept.get_tensor("log_probs")
+        return tensor("log_probs").numpy()

@@ -8,69 +8,36 @@ DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
 
 from ..engines.auto import Rollout
 from ..engines.presets import Preset
+from ..engines.rollouts import read_json
 from ..logprobs.intervals import per_sequence
 from ..logprobs.tally import BATCHED, VERSION, Tally, k3_terms
 from ..plan import find_preset
 from ..regions import GROUPS
 from ..report import pages as gap_report
+from ..report import progress as bars
 from ..report import rows as report
 from ..trainers.preview import engine_preset, installed_vllm
 from ..triage import detect as triage
 from ..triage import facts
 from ..triage.rows import as_json
-from . import attribute
+from . import arms, attribute
 from . import measure as gap
 from . import rollouts as rollout
-from .arms import NONE, POINTS, expand, moved, plan
+from .arms import NONE, expand, plan
 from .score import check_layout
 
 MODES = {"compiled": [False], "eager": [True], "both": [False, True]}
 PRESET = "preset.json"  # in a mode's folder: which preset and layout its last scores are of
 NOISE_PROMPTS = 16  # an engine's variant is compared with the engine on the first responses
-
-
-def _advance(progress: Progress, total: int):
-    """Return a callback (arm, tokens) with one bar per arm."""
-    tasks: dict = {}
-
-    def advance(arm: str, n: int) -> None:
-        if arm not in tasks or progress.tasks[tasks[arm]].finished:
-            tasks[arm] = progress.add_task(f"trainer scores them: {arm}", total=total)
-        progress.advance(tasks[arm], n)
-
-    return advance
-
-
-@contextmanager
-def _follow(progress: Progress, title: str, then: str | None = None) -> Iterator[Callable[[float, float], None]]:
-    """Yield a callback (done, total) with one bar, full at the end of the block.
-
-    Args:
-        then: what goes on, for an unknown time, once done is total: a second bar without an end.
-    """
-    task, more = progress.add_task(title, total=1), None
-
-    def tell(done: float, total: float) -> None:
-        nonlocal more
-        progress.update(task, completed=done, total=total)
-        if then and done == total and more is None:
-            more = progress.add_task(then, total=None)
-
-    yield tell
-    for one in (task, more):
-        if one is not None:
-            progress.update(one, completed=1, total=1)
 
 
 def check(mode: str, regions: Sequence[str]) -> list[str]:
@@ -81,10 +48,35 @@ def check(mode: str, regions: Sequence[str]) -> list[str]:
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
-    arms = expand(regions)
-    for arm in arms:
-        plan(arm, find_preset("vllm_compiled"))
-    return arms
+    found = expand(regions)
+    for arm in found:
+        arms.check(arm)
+    return found
+
+
+def aligned_to(folder: Path) -> tuple[str, dict, str]:
+    """Return (device, fields of the preset, layout) of the last scores in a mode's folder.
+
+    Raises:
+        ValueError: the file that says it is damaged, or not there.
+    """
+    file = folder / PRESET
+    try:
+        found = read_json(file)
+        device, preset, layout = found["device"], found["preset"], found.get("layout", BATCHED)
+        return device, {**preset, "name": preset["name"]}, layout
+    except FileNotFoundError:
+        raise ValueError(f"{file}: not there, and it says what the scores are aligned to; run `gap` again") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file}: not written by this command ({type(error).__name__}: {error}); run `gap` again"
+        ) from error
+
+
+def remember(folder: Path, device: str, preset: Preset, layout: str) -> None:
+    """Write what :func:`aligned_to` reads."""
+    text = json.dumps({"device": device, "preset": preset.as_dict(), "layout": layout}, indent=2)
+    (folder / PRESET).write_text(text + "\n")
 
 
 def run_gap(
@@ -111,7 +103,7 @@ def run_gap(
     Raises:
         ValueError: an option that is not legal, or that the folder's rollouts were not made with.
     """
-    arms = check(mode, regions)
+    chosen = check(mode, regions)
     check_layout(layout)
     device = here(device)
     if length < 1:
@@ -128,29 +120,30 @@ def run_gap(
     for eager in MODES[mode]:
         name = "eager" if eager else "compiled"
         presets[name] = engine_preset(model, engine, Rollout(installed_vllm(), device, eager, "bfloat16"))
+        for arm in chosen:  # before minutes of generation
+            plan(arm, presets[name])
     extras = {rollout.PREFILL: int(noise), rollout.NEXT_TOKENS: full_vocab}
     options = {"temperature": temperature, "length": length}
     for name, preset in presets.items():
         folder, eager = out / name, name == "eager"
-        with report.progress() as progress:
+        with bars.progress() as display:
             title = f"vLLM ({name}) generates {tokens} tokens"
             asks = [what for what, n in (("prefill", noise), ("whole distributions", full_vocab)) if n]
             then = f"vLLM ({name}) is asked for {' and '.join(asks)}" if asks else None
-            with _follow(progress, title, then) as tell:
-                made = rollout.make(folder, model, lines, tokens, eager, extras, tell, **options)
+            with bars.follow(display, title, then) as tell:
+                made = rollout.make(folder, model, lines, tokens, eager, extras, tell, display.print, **options)
             for variant, (title, how) in gap.VARIANTS.items() if noise else ():
                 few = lines[:NOISE_PROMPTS]
-                with _follow(progress, title) as tell:
+                with bars.follow(display, title) as tell:
                     varied = rollout.make(folder / variant, model, few, 1, eager, progress=tell, **options, **how)
                 if varied.meta.get("cached_prompt_tokens") == 0:
-                    progress.print(f"no row for {title}: the prompts are shorter than one of its blocks")
+                    display.print(f"no row for {title}: the prompts are shorter than one of its blocks")
         if made.meta["device"] != device:
             raise ValueError(
                 f"device={device!r}: vLLM ran on {made.meta['device']}; the preset would be another engine's"
             )
-        aligned_to = {"device": device, "preset": preset.as_dict(), "layout": layout}
-        (folder / PRESET).write_text(json.dumps(aligned_to, indent=2) + "\n")
-    return _measure(model, out, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
+        remember(folder, device, preset, layout)
+    return _measure(model, out, presets, chosen, backend, device, tuple(gap.FLOORS) if noise else (), layout)
 
 
 def here(device: str | None) -> str:
@@ -189,27 +182,28 @@ def rescore(
         ValueError: an option that is not legal; rollouts of unlike devices; a checkpoint that is not there, or that is
             not the one that made the rollouts.
     """
-    arms, presets, devices, files = check("both", regions), {}, set(), {}
+    chosen, presets, devices = check("both", regions), {}, set()
     check_layout(layout)
     for mode in ("compiled", "eager"):
-        if (source / mode / "rollouts.safetensors").exists():
-            meta, kept = rollout.Rollouts.load(source / mode).meta, json.loads((source / mode / PRESET).read_text())
-            model = model or meta["model"]
-            if not Path(model).is_dir():
+        folder = source / mode
+        if (folder / "rollouts.safetensors").exists():
+            meta, (device, preset, _) = rollout.Rollouts.load(folder).meta, aligned_to(folder)
+            model = model or meta.get("model")
+            if model is None or not Path(model).is_dir():
                 raise ValueError(
                     f"model={model!r}: no such folder; give the checkpoint that made the rollouts as --model"
                 )
-            rollout.check_checkpoint(source / mode, meta, model)
-            devices.add(kept["device"])
-            presets[mode] = find_preset(engine or Preset.from_dict(kept["preset"]))
-            aligned_to = {"device": kept["device"], "preset": presets[mode].as_dict(), "layout": layout}
-            files[source / mode / PRESET] = aligned_to
+            rollout.check_checkpoint(folder, meta, model)
+            devices.add(device)
+            presets[mode] = find_preset(engine or Preset.from_dict(preset, str(folder / PRESET)))
+            for arm in chosen:
+                plan(arm, presets[mode])
     if len(devices) != 1:
         raise ValueError(f"{source}: rollouts of unlike devices, {', '.join(sorted(devices))}")
     device = here(devices.pop())
-    payload = _measure(model, source, presets, arms, backend, device, tuple(gap.FLOORS) if noise else (), layout)
-    for file, aligned_to in files.items():
-        file.write_text(json.dumps(aligned_to, indent=2) + "\n")
+    payload = _measure(model, source, presets, chosen, backend, device, tuple(gap.FLOORS) if noise else (), layout)
+    for mode, preset in presets.items():
+        remember(source / mode, device, preset, layout)
     return payload
 
 
@@ -217,7 +211,7 @@ def _measure(
     model: str,
     out: Path,
     presets: dict[str, Preset],
-    arms: Sequence[str],
+    chosen: Sequence[str],
     backend: str,
     device: str,
     floors: Sequence[str],
@@ -227,16 +221,16 @@ def _measure(
     modes = {}
     for name, preset in presets.items():
         rollouts = rollout.Rollouts.load(out / name)
-        with report.progress() as progress:
-            advance = _advance(progress, len(rollouts.log_probs))
+        with bars.progress() as display:
+            advance = bars.bar_by_name(display, "trainer scores them: {}", len(rollouts.log_probs))
             trainer = gap.Trainer(model, rollouts, out / name, backend, device, advance, layout)
-            rows = gap.measure(trainer, arms, preset, floors)
+            rows = gap.measure(trainer, chosen, preset, floors)
             crossed = []
             for other in presets.values():
-                if other is not preset and "all" in arms:
+                if other is not preset and "all" in chosen:
                     crossed += [r for r in gap.measure(trainer, ["all"], other, ()) if r.engine == other.name]
-            exact = gap.exact(trainer, arms, preset)
-            shown = [NONE, *(arm for arm in arms if arm in ("all", "paper"))]
+            exact = gap.exact(trainer, chosen, preset)
+            shown = [NONE, *(arm for arm in chosen if arm in ("all", "paper"))]
             rolled, pictures = rollouts.log_probs.double().numpy(), {}
             base = trainer.scores(NONE, preset)["log_probs"]
             for arm in shown:
@@ -279,23 +273,21 @@ def run_attribute(out: Path, players: Sequence[str] | None = None, to: Path | No
         ValueError: no gap in the folder, an unknown player, or a set of players that was not measured.
     """
     players = list(players or GROUPS)
-    for player in players:
-        if player not in GROUPS and player not in POINTS:
-            raise ValueError(f"players={player!r}: choose from {', '.join(dict.fromkeys((*GROUPS, *POINTS)))}")
+    its_points = {player: arms.player(player) for player in players}
     found, details, failed = {}, {}, []
     for mode in (m for m in MODES if (out / m / "rollouts.safetensors").exists()):
         rollouts = rollout.Rollouts.load(out / mode)
         offsets, engine = rollouts.response_offsets, rollouts.log_probs.numpy().astype("float64")
         tokens = per_sequence(np.ones(len(engine)), offsets)
         # of the preset that gap aligned to: a folder may hold scores of others
-        aligned_to = json.loads((out / mode / PRESET).read_text())
-        preset, layout = aligned_to["preset"]["name"], aligned_to.get("layout", BATCHED)
+        _, its_preset, layout = aligned_to(out / mode)
+        preset = its_preset["name"]
         kept = gap.kept_scores(out / mode, layout).get(preset)
         which = preset if layout == BATCHED else f"{preset}, {layout}"
         if kept is None:
             failed.append((-1, f"{out / mode}: no scores for {which}", mode, layout))
             continue
-        its = {p: moved(p, find_preset("vllm_compiled")) & kept.live for p in players}
+        its = {player: points & kept.live for player, points in its_points.items()}
         sets = {s: frozenset().union(*(its[p] for p in s)) for s in attribute.coalitions(players)}
         k3 = {
             s: per_sequence(k3_terms(engine - kept.scores[points]), offsets)

@@ -101,8 +101,11 @@ def score(
     Returns:
         ``log_probs`` (response tokens,) fp32; with ``whole`` also ``kl`` (engine to trainer), ``kl_reverse`` and
         ``total_variation`` there, each (positions,) fp64, nats (the last one a probability).
+
+    Raises:
+        ValueError: no such layout.
     """
-    assert layout in LAYOUTS, layout
+    check_layout(layout)
     offsets = rollouts.response_offsets
     out = {"log_probs": torch.empty(int(offsets[-1]), dtype=torch.float32)}
     if whole is not None:

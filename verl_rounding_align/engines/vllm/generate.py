@@ -233,7 +233,8 @@ def next_tokens(engine, rollouts: Rollouts, positions: int) -> NextTokens:
             values = torch.tensor(found.logprobs[found.start_indices[0] : found.end_indices[0]], dtype=torch.float32)
             row = torch.full((int(ids.max()) + 1,), float("nan"))
             row[ids] = values  # the sampled token stands there twice, with the same value
-            assert not row.isnan().any(), "vLLM left tokens of the vocabulary out"
+            if row.isnan().any():
+                raise RuntimeError(f"vLLM left {int(row.isnan().sum())} of {len(row)} tokens of the vocabulary out")
             rows.append(row)
     return NextTokens(at, torch.stack(rows))
 
