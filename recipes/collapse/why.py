@@ -35,7 +35,7 @@ sys.path.insert(0, str(HERE))
 import experiment as e  # noqa: E402
 
 from verl_rounding_align import align  # noqa: E402
-from verl_rounding_align.landing.measure import score_of  # noqa: E402
+from verl_rounding_align.landing.score import score_of  # noqa: E402
 from verl_rounding_align.regions import GROUPS  # noqa: E402
 from verl_rounding_align.report import rows as report  # noqa: E402
 from verl_rounding_align.rounding import Rounding  # noqa: E402

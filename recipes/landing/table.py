@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from verl_rounding_align.landing import measure as landing
+from verl_rounding_align.landing.render import COLUMNS, cells
+from verl_rounding_align.landing.rows import LandingRow
 from verl_rounding_align.report import rows as report
 
 HERE = Path(__file__).resolve().parent
@@ -15,7 +16,7 @@ def load(name: str) -> dict:
     found = json.loads((HERE / f"results/{name}.json").read_text())
     for row in found["rows"]:
         row.pop("formula")
-    return {**found, "rows": [landing.LandingRow(**row) for row in found["rows"]]}
+    return {**found, "rows": [LandingRow(**row) for row in found["rows"]]}
 
 
 def scores() -> str:
@@ -25,7 +26,7 @@ def scores() -> str:
     note = (
         f"{found['model']}, {found['tokens']:,} tokens of {found['text']} in windows of {found['window']}; {versions}."
     )
-    return report.markdown(landing.COLUMNS, [landing.cells(row) for row in found["rows"]]) + f"\n\n{note}"
+    return report.markdown(COLUMNS, [cells(row) for row in found["rows"]]) + f"\n\n{note}"
 
 
 def windows() -> str:
