@@ -118,7 +118,7 @@ def stored() -> str:
 
 def families() -> str:
     """Every model family."""
-    from verl_rounding_align.trainers.families import FAMILIES
+    from verl_rounding_align.families import FAMILIES
 
     rows = [
         [code(f.model_type), code(f"{f.prefix}ForCausalLM"), "yes" if f.qk_norm else "no", "yes" if f.experts else "no"]
