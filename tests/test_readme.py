@@ -12,8 +12,8 @@ from markdown.extensions.toc import slugify
 from tiny import tiny
 
 from verl_rounding_align import parse_plan
-from verl_rounding_align.plan import choices
 from verl_rounding_align.families import FAMILIES
+from verl_rounding_align.plan import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
