@@ -102,7 +102,7 @@ def test_a_checkpoints_experts_are_stacked_as_models_hold_them(tmp_path):
 def test_the_ranks_of_tensor_parallelism_hold_their_parts():
     model = tiny("qwen3")
     whole = model.state_dict()
-    parts = [weights.digest_hf(model, rank=r, size=2) for r in (0, 1)]
+    parts = [weights.digest_hf(model, shard=weights.Shard(r, 2)) for r in (0, 1)]
     name = "model.layers.0.self_attn.o_proj.weight"
     halves = whole[name].chunk(2, 1)
     assert [p[name] for p in parts] == [weights.digest(h) for h in halves]

@@ -1,8 +1,8 @@
 """Do trainer and engine rotate by the same angles? RoPE's frequencies of both, compared before they are rounded.
 
 Frequency i of a head of size D is theta^(-2 i / D), changed by the scaling that a config asks for; cos and sin are then
-multiplied by one factor (YaRN's). The trainer's come from Transformers' own code for a config, the engine's from the fp32
-table that vLLM computes before it stores cos and sin in the model dtype.
+multiplied by one factor (YaRN's). The trainer's come from Transformers' own code for a config, the engine's from its fp32
+table of cos and sin, as it is before it is stored in the model dtype (``engines/vllm/rope.py``).
 """
 
 from __future__ import annotations
@@ -53,18 +53,6 @@ def of_cache(cache) -> Rope:
         # fp32 angles position * frequency are off by up to 6e-8 of their size, so fast ones gain nothing further out
         frequencies = np.where(position * frequencies < 4, finer, frequencies)
     return Rope(frequencies, factor)
-
-
-def of_vllm(model) -> Rope:
-    """Return the engine's, from the first rotary embedding of vLLM's model.
-
-    Raises:
-        ValueError: it has none.
-    """
-    for module in model.modules():
-        if hasattr(module, "_compute_cos_sin_cache"):
-            return of_cache(module._compute_cos_sin_cache().float().cpu().numpy())
-    raise ValueError(f"{type(model).__name__}: no rotary embedding with a cos-sin table")
 
 
 def difference(trainer: Rope, engine: Rope) -> str:

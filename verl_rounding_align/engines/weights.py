@@ -1,10 +1,13 @@
 """Do trainer and engine hold the same weights? Digests under Hugging Face's names, without moving a weight.
 
-Both sides' tensors go through one small transformation: vLLM's fused ones (``qkv_proj``, ``gate_up_proj``, ``w13_weight``)
-are cut into Hugging Face's parts by rows, padding of the vocabulary is cut off, values are cast to the engine's dtype. Then
-each tensor is hashed (SHA-256: equal bits or not) and sketched: independent signs s_i, of the same seeds on both sides,
-S_b = sum of s_i w_i over i mod 64 = b. The sketch is linear and E |S(a) - S(b)|^2 = |a - b|^2, so two digests tell by how
-much tensors differ.
+Each tensor is hashed (SHA-256: equal bits or not) and sketched: with independent signs s_i, of the same seeds on both sides,
+S_b is the sum of s_i w_i over i mod 64 = b. The sketch is linear and E |S(a) - S(b)|^2 = |a - b|^2, so that two digests also
+tell by how much tensors differ.
+
+Both sides are brought to one form first. The engine's room cuts its fused tensors into Hugging Face's parts
+(``engines/vllm/weights.py``). The trainer's tensors are cut here to the part that one rank of the engine holds (:class:`Shard`),
+and cast to the engine's dtype, as weight synchronisation does. A digest remembers its cast: what is equal after it need not
+have been equal before, and :attr:`Coverage.equal` says so.
 
 Families: those whose layers are named as Llama's (llama, mistral, qwen2, qwen3), and qwen3_moe's fused experts.
 """
@@ -12,34 +15,54 @@ Families: those whose layers are named as Llama's (llama, mistral, qwen2, qwen3)
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 BUCKETS = 64
 BLOCK = 1 << 20  # weights at a time; each block's signs have the block's number as seed
-VOCAB = 64  # vLLM pads the vocabulary to a multiple of it
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 # dimension that tensor parallelism splits; other tensors are whole on every rank
 SPLIT = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
 }
+SERVED = (torch.bfloat16, torch.float16)  # dtypes that engines hold as they are stored; others are cast to the first
 
 
 @dataclass(frozen=True)
 class Digest:
-    """One tensor: its shape, the SHA-256 of its bytes, its norm, and its sketch (64 numbers)."""
+    """One tensor.
+
+    Args:
+        shape: of the part that was digested.
+        sha256: of its bytes.
+        norm: Euclidean, of all elements.
+        sketch: 64 numbers.
+        dtype: in which it was digested, by name.
+        source: in which it was held before that; another one means that it was cast.
+    """
 
     shape: tuple[int, ...]
     sha256: str
     norm: float
     sketch: tuple[float, ...]
+    dtype: str = "bfloat16"
+    source: str = "bfloat16"
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Digest:
+        """Return the digest whose fields, as JSON holds them, are ``values``.
+
+        >>> one = digest(torch.ones(2))
+        >>> Digest.from_dict(json.loads(json.dumps(asdict(one)))) == one
+        True
+        """
+        return cls(**{**values, "shape": tuple(values["shape"]), "sketch": tuple(values["sketch"])})
 
 
 @dataclass(frozen=True)
@@ -50,12 +73,102 @@ class Difference:
     relative: float
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the weights one rank of an engine holds.
+
+    Args:
+        rank, size: of tensor parallelism.
+        kv_heads: K/V heads of the whole model. They are split over the ranks as long as each gets one. With more ranks than
+            heads every head is held by ``size / kv_heads`` ranks that follow each other.
+        expert_rank, expert_size: of the split of each expert's intermediate size; None for rank and size.
+        experts: numbers of the experts that the rank holds, in its order; None for all of them. With expert parallelism an
+            expert is whole on its rank (``expert_size=1``).
+        vocab_multiple: the vocabulary is padded to a multiple of it before it is split.
+    """
+
+    rank: int = 0
+    size: int = 1
+    kv_heads: int | None = None
+    expert_rank: int | None = None
+    expert_size: int | None = None
+    experts: tuple[int, ...] | None = None
+    vocab_multiple: int = 64
+
+    def as_dict(self) -> dict:
+        """Return the fields as JSON can hold them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Shard:
+        """Return the shard that :meth:`as_dict` was made of.
+
+        >>> one = Shard(1, 2, kv_heads=2, experts=(2, 3))
+        >>> Shard.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+        True
+        """
+        experts = values.get("experts")
+        return cls(**{**values, "experts": None if experts is None else tuple(experts)})
+
+    def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor that the rank holds.
+
+        Args:
+            name: Hugging Face's; experts are stacked, as models hold them.
+            weight: the whole tensor.
+
+        Raises:
+            ValueError: it cannot be split so, or the number of K/V heads decides and is not known.
+        """
+        layer = name.split(".")[-2] if name.endswith((".weight", ".bias")) else ""
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            return self._experts(name, weight)
+        dim = SPLIT.get(layer)
+        if self.size == 1 or dim is None or dim >= weight.ndim:
+            return weight
+        if layer in ("embed_tokens", "lm_head"):
+            rows = -(-weight.shape[0] // self.vocab_multiple) * self.vocab_multiple // self.size
+            return weight[self.rank * rows : (self.rank + 1) * rows]
+        if layer not in ("k_proj", "v_proj"):
+            return _cut(name, weight, dim, self.rank, self.size)
+        if self.kv_heads is None:
+            raise ValueError(
+                f"{name}: how {self.size} ranks share it depends on the number of K/V heads; give kv_heads"
+            )
+        if self.size < self.kv_heads:
+            return _cut(name, weight, dim, self.rank, self.size)
+        if self.size % self.kv_heads:
+            raise ValueError(f"{name}: {self.kv_heads} K/V heads cannot be shared by {self.size} ranks")
+        return _cut(name, weight, dim, self.rank // (self.size // self.kv_heads), self.kv_heads)
+
+    def _experts(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rank's part of stacked experts, (experts, 2 * size, hidden) or (experts, hidden, size)."""
+        if self.experts is not None:
+            weight = weight[list(self.experts)]
+        rank = self.rank if self.expert_rank is None else self.expert_rank
+        size = self.size if self.expert_size is None else self.expert_size
+        if size == 1:
+            return weight
+        if name.endswith("down_proj"):
+            return _cut(name, weight, 2, rank, size)
+        # gate and up lie one after the other, and each is split
+        return torch.cat([_cut(name, half, 1, rank, size) for half in weight.chunk(2, 1)], 1)
+
+
+def _cut(name: str, weight: torch.Tensor, dim: int, part: int, parts: int) -> torch.Tensor:
+    """Return one of equal parts along a dimension."""
+    if weight.shape[dim] % parts:
+        raise ValueError(f"{name}: {weight.shape[dim]} rows or columns cannot be split over {parts} ranks")
+    return weight.chunk(parts, dim)[part]
+
+
 def digest(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> Digest:
     """Return the digest of one tensor, cast to ``dtype`` first; any device, any shape.
 
     >>> round(digest(torch.ones(2, 3)).norm ** 2, 9)
     6.0
     """
+    source = _name(weight.dtype if weight.is_floating_point() else dtype)
     weight = weight.detach().to(dtype).contiguous().cpu()
     flat = weight.flatten()
     sketch, square = torch.zeros(BUCKETS, dtype=torch.float64), 0.0
@@ -67,21 +180,11 @@ def digest(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> Digest:
         signed = torch.nn.functional.pad(block * signs, (0, -len(block) % BUCKETS))
         sketch += signed.view(-1, BUCKETS).sum(0)
     sha = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-    return Digest(tuple(weight.shape), sha, square**0.5, tuple(sketch.tolist()))
+    return Digest(tuple(weight.shape), sha, square**0.5, tuple(sketch.tolist()), _name(dtype), source)
 
 
-def _shard(name: str, weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the part of a tensor that one rank of tensor parallelism holds."""
-    layer = name.split(".")[-2] if name.endswith((".weight", ".bias")) else ""
-    dim = SPLIT.get(layer)
-    if size == 1 or dim is None or (dim >= weight.ndim):
-        return weight
-    if layer in ("embed_tokens", "lm_head"):  # vLLM pads the vocabulary before it splits it
-        rows = -(-weight.shape[0] // VOCAB) * VOCAB // size
-        return weight[rank * rows : (rank + 1) * rows]
-    if weight.shape[dim] % size:
-        raise ValueError(f"{name}: {weight.shape[dim]} rows or columns cannot be split over {size} ranks")
-    return weight.chunk(size, dim)[rank]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,65 +214,77 @@ def _files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def digest_hf(model, dtype: torch.dtype = torch.bfloat16, rank: int = 0, size: int = 1) -> dict[str, Digest]:
+def digest_hf(
+    model, dtype: torch.dtype | None = None, shard: Shard | None = None, engine: Mapping[str, Digest] | None = None
+) -> dict[str, Digest]:
     """Return name -> digest of a trainer's weights.
 
     Args:
         model: a Transformers model, a state dict of whole tensors, or a checkpoint's folder (read tensor by tensor).
-        dtype: what the engine holds; fp32 master weights are cast to it, as weight synchronisation does.
-        rank, size: of the engine's tensor parallelism, to compare with that rank's digest.
+        dtype: cast to it; None for bf16 and fp16 as they are held, and others to bf16.
+        shard: digest the part that this rank of an engine holds; None for whole tensors. K/V heads that it does not
+            state are read from the model's config.
+        engine: the engine's digests; a tensor that it has too is cast to the engine's dtype, as weight synchronisation does.
 
     Raises:
-        ValueError: a folder without weights.
+        ValueError: a folder without weights, or tensors that the ranks cannot share.
     """
+    shard = shard or Shard()
+    if shard.kv_heads is None:
+        shard = replace(shard, kv_heads=_kv_heads(model))
     if isinstance(model, str | Path):
         tensors = _files(Path(model))
     else:
         tensors = (model if isinstance(model, Mapping) else model.state_dict()).items()
-    return {name: digest(_shard(name, weight, rank, size), dtype) for name, weight in _stacked(tensors)}
-
-
-def digest_vllm(model) -> dict[str, Digest]:
-    """Return name -> digest of what one worker of vLLM holds, under Hugging Face's names.
-
-    Tensors without elements are left out: vLLM's CPU kernels throw the unpacked weights of linear layers away, except in a
-    verl run on a CPU (``VERL_PLATFORM=cpu``), where this package keeps them. :func:`coverage` says what that leaves.
-
-    Args:
-        model: vLLM's model; ``worker.model_runner.get_model()``.
-    """
-    modules, found = dict(model.named_modules()), {}
-    for name, weight in model.named_parameters():
-        if not weight.numel():
-            continue
-        path, leaf = name.rpartition(".")[::2]
-        parent, layer = path.rpartition(".")[::2]
-        module = modules[path]
-        if layer in FUSED:
-            for part, rows in zip(FUSED[layer], weight.split(list(module.output_partition_sizes)), strict=True):
-                found[f"{parent}.{part}.{leaf}"] = digest(rows, weight.dtype)
-        elif leaf in EXPERTS:
-            prefix = path[: path.index("experts") + len("experts")]
-            found[f"{prefix}.{EXPERTS[leaf]}"] = digest(weight, weight.dtype)
-        else:
-            if hasattr(module, "shard_indices"):  # vLLM pads the vocabulary
-                weight = weight[: module.shard_indices.num_org_elements]
-            found[name] = digest(weight, weight.dtype)
+    found = {}
+    for name, weight in _stacked(tensors):
+        to = dtype or (weight.dtype if weight.dtype in SERVED else SERVED[0])
+        if engine and name in engine:
+            to = getattr(torch, engine[name].dtype)
+        found[name] = digest(shard.part(name, weight), to)
     return found
+
+
+def _kv_heads(model) -> int | None:
+    """Return how many K/V heads a model's config says it has; None for a state dict, or where it does not say."""
+    if isinstance(model, str | Path):
+        file = Path(model) / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    else:
+        config = vars(model.config) if hasattr(model, "config") else {}
+    return config.get("num_key_value_heads") or config.get("num_attention_heads")
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Names that both sides have, and those that only one has."""
+    """What two sides' digests let one compare.
+
+    Args:
+        both: names that both sides have.
+        trainer, engine: names that only one side has.
+        casts: the casts that were made first, in words: ``the trainer's float32 is cast to bfloat16``.
+    """
 
     both: tuple[str, ...]
     trainer: tuple[str, ...]
     engine: tuple[str, ...]
+    casts: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
         """Whether no tensor was left out."""
         return not self.trainer and not self.engine
+
+    @property
+    def equal(self) -> str:
+        """What tensors without a difference are, in words: equal in every bit, or equal after a cast.
+
+        >>> Coverage(("x",), (), ()).equal
+        'equal in every bit'
+        >>> Coverage(("x",), (), (), ("the trainer's float32 is cast to bfloat16",)).equal
+        "equal once the trainer's float32 is cast to bfloat16"
+        """
+        return f"equal once {' and '.join(self.casts)}" if self.casts else "equal in every bit"
 
     def __str__(self) -> str:
         n = len(self.both)
@@ -195,16 +310,24 @@ def coverage(trainer: Mapping[str, Digest], engine: Mapping[str, Digest]) -> Cov
 
         return tuple(n for n in side if n not in other and not tied(n) and not n.endswith("rotary_emb.inv_freq"))
 
-    return Coverage(tuple(n for n in trainer if n in engine), only(trainer, engine), only(engine, trainer))
+    both = tuple(n for n in trainer if n in engine)
+    casts = {
+        f"the {side}'s {digests[name].source} is cast to {digests[name].dtype}": None
+        for side, digests in (("trainer", trainer), ("engine", engine))
+        for name in both
+        if digests[name].source != digests[name].dtype
+    }
+    return Coverage(both, only(trainer, engine), only(engine, trainer), tuple(casts))
 
 
 def compare(trainer: Mapping[str, Digest], engine: Mapping[str, Digest]) -> list[Difference]:
-    """Return the tensors that differ, largest difference first; none if all that both sides name are equal in every bit.
+    """Return the tensors that differ, largest difference first.
 
-    What only one side names is not looked at: ask :func:`coverage`.
+    None differs if all tensors that both sides name are equal, as :attr:`Coverage.equal` puts it. What only one side names
+    is not looked at: ask :func:`coverage`.
 
     Raises:
-        ValueError: no name in common.
+        ValueError: no name in common, or a tensor that was digested in two dtypes.
     """
     common = [name for name in trainer if name in engine]
     if not common:
@@ -214,6 +337,10 @@ def compare(trainer: Mapping[str, Digest], engine: Mapping[str, Digest]) -> list
     out = []
     for name in common:
         a, b = trainer[name], engine[name]
+        if a.dtype != b.dtype:
+            raise ValueError(
+                f"{name}: digested in {a.dtype} for the trainer and in {b.dtype} for the engine; digest the trainer with engine="
+            )
         if a.shape != b.shape:
             out.append(Difference(name, float("inf")))
         elif a.sha256 != b.sha256:

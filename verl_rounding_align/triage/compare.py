@@ -17,7 +17,8 @@ from .rows import CERTAIN, NOT_COMPARED, POSSIBLE, Finding
 def compare_weights(trainer: Mapping, engine: Mapping) -> Finding | None:
     """Return what comparing two sets of digests found: tensors that differ, or that only one side has (a tied head aside).
 
-    None means that all tensors of both sides were compared and that they are equal in every bit.
+    None means that all tensors of both sides were compared and that they are equal, in every bit or after the cast that the
+    engine needs (``Coverage.equal``).
 
     Args:
         trainer, engine: name -> :class:`..engines.weights.Digest`.
@@ -32,7 +33,7 @@ def compare_weights(trainer: Mapping, engine: Mapping) -> Finding | None:
         return Finding(
             NOT_COMPARED,
             POSSIBLE,
-            f"{covered}; those are equal in every bit, the others may differ",
+            f"{covered}; those are {covered.equal}, the others may differ",
             "compare two checkpoints (`triage --model A --trainer-model B`), or start vLLM on a CPU with VERL_PLATFORM=cpu, "
             "which keeps the unpacked weights of its linear layers",
         )
@@ -62,26 +63,24 @@ def compare_rope(trainer: rope.Rope, engine: rope.Rope) -> Finding | None:
 def compare_engine(model, answer: Mapping, rank: int = 0, size: int = 1) -> list[Finding]:
     """Return what comparing a trainer with a running vLLM found; an empty list means that everything is equal.
 
-    Weights are compared as the worker holds them, in every bit, and RoPE before it is rounded. Tensors that only one side
+    Weights are compared in the worker's dtype, and RoPE before it is rounded. Tensors that only one side
     has are a finding.
 
     Args:
         model: a Transformers model, or a checkpoint's folder.
         answer: what one worker answered to ``collective_rpc("rounding_align_digest")``.
-        rank, size: that worker's place in tensor parallelism.
+        rank, size: that worker's place in tensor parallelism; what the worker itself says goes before it.
 
     Raises:
         ValueError: the worker gave a reason in place of digests.
     """
     if "missing" in answer:
         raise ValueError(f"the engine gave no digest: {answer['missing']}")
-    engine = {
-        name: digests.Digest(tuple(x["shape"]), x["sha256"], x["norm"], tuple(x["sketch"]))
-        for name, x in answer["weights"].items()
-    }
+    engine = {name: digests.Digest.from_dict(fields) for name, fields in answer["weights"].items()}
+    shard = digests.Shard.from_dict(answer["shard"]) if "shard" in answer else digests.Shard(rank, size)
     running = rope.Rope(np.asarray(answer["rope"]["frequencies"]), answer["rope"]["factor"])
     found = [
-        compare_weights(digests.digest_hf(model, rank=rank, size=size), engine),
+        compare_weights(digests.digest_hf(model, shard=shard, engine=engine), engine),
         compare_rope(rope.of_config(getattr(model, "config", model)), running),
     ]
     return [finding for finding in found if finding]

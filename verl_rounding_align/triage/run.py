@@ -65,8 +65,10 @@ def find(
     if model:
         known |= facts.of_model(model)
     if trainer_model:
-        trainer, engine = weights.digest_hf(trainer_model), weights.digest_hf(model)
-        compared = f"{weights.coverage(trainer, engine)}, equal in every bit"
+        engine = weights.digest_hf(model)
+        trainer = weights.digest_hf(trainer_model, engine=engine)
+        covered = weights.coverage(trainer, engine)
+        compared = f"{covered}, {covered.equal}"
         found = [
             compare_weights(trainer, engine),
             compare_rope(rope.of_config(trainer_model), rope.of_config(model)),

@@ -55,19 +55,14 @@ def rounding_align_fingerprint(worker) -> dict:
 
 
 def rounding_align_digest(worker) -> dict:
-    """Return what triage compares with the trainer: the worker's weights' digests and RoPE, or why there are none.
+    """Return what triage compares with the trainer (``weights.of_worker``), or why there is nothing.
 
-    ``{"weights": name -> fields of a Digest, "rope": {"frequencies", "factor"}}``, plain data; a worker is never harmed.
+    A worker is never harmed by being asked: whatever goes wrong becomes ``{"missing": reason}``.
     """
     try:
-        from .. import rope, weights
+        from .weights import of_worker
 
-        model = worker.model_runner.get_model()
-        found = rope.of_vllm(model)
-        return {
-            "weights": {name: vars(x) for name, x in weights.digest_vllm(model).items()},
-            "rope": {"frequencies": found.frequencies.tolist(), "factor": found.factor},
-        }
+        return of_worker(worker)
     except Exception as error:
         return {"missing": f"{type(error).__name__}: {error}"}
 
