@@ -316,6 +316,24 @@ def test_only_what_was_not_cast_is_equal_in_every_bit():
     )
 
 
+def test_triage_of_two_checkpoints_says_which_cast_came_first(tmp_path):
+    """It said "equal in every bit" of weights that differ below bf16."""
+    from verl_rounding_align.triage.run import find
+
+    model = tiny("llama", layers=1)
+    model.save_pretrained(tmp_path / "engine")
+    masters = model.float()
+    with torch.no_grad():
+        masters.model.norm.weight.mul_(1 + 1e-5)  # less than bf16 can show
+    masters.save_pretrained(tmp_path / "trainer")
+    for trainer, equal in (
+        ("engine", "equal in every bit"),
+        ("trainer", "equal once the trainer's float32 is cast to bfloat16"),
+    ):
+        (finding,) = find(None, None, str(tmp_path / "engine"), str(tmp_path / trainer))
+        assert finding.evidence.endswith(f" tensors compared, {equal}")
+
+
 def test_half_precision_checkpoints_are_digested_as_they_are():
     model = tiny("llama", layers=1).half()
     found = weights.digest_hf(model)["model.norm.weight"]
