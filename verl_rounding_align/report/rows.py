@@ -37,7 +37,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """Return a rich table; cells are shown with ``str``, and brackets in them are no markup."""
     out = Table(title=Text(title), title_justify="left")
     for column in columns:
-        out.add_column(Text(column))
+        out.add_column(Text(column), overflow="fold")  # a name that is too long goes on in the next line, whole
     for row in rows:
         out.add_row(*(Text(str(cell)) for cell in row))
     return out
@@ -61,6 +61,10 @@ class Section:
     rows: Sequence[Sequence[object]] = ()
     note: str = ""
     figures: Sequence[Figure] = ()
+
+    def records(self) -> list[dict]:
+        """Return the rows as plain data: column -> cell."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def table(self) -> Table:
         """Return the table for a terminal."""
