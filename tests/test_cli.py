@@ -13,12 +13,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from verl_rounding_align import cli
 from verl_rounding_align.engines import presets
 from verl_rounding_align.engines.presets import PRESETS
+from verl_rounding_align.regions import KINDS, REGIONS, Group, Region
+from verl_rounding_align.report.rows import table
 
 RUN = CliRunner()
 
@@ -39,6 +42,33 @@ def test_presets_lists_every_engine(tmp_path):
     assert [row["preset"] for row in payload["presets"]] == list(PRESETS)
     assert payload["versions"]["torch"] == torch.__version__
     assert all(name in result.output for name in PRESETS)
+
+
+def test_presets_have_a_column_for_each_site_kind_and_say_where_they_say_nothing(tmp_path, monkeypatch):
+    def listed():
+        RUN.invoke(cli.app, ["presets", "--json", str(tmp_path / "p.json")])
+        return {row["preset"]: row for row in json.loads((tmp_path / "p.json").read_text())["presets"]}
+
+    before = listed()
+    for name, row in before.items():
+        assert set(row) == {"preset", *KINDS, "releases", "evidence"} and "not said" not in row.values(), name
+    region = Region("gain", None, {"gained": ""}, {"embedding": ""}, {"gain": Group("gain", {"gained"}, "")})
+    monkeypatch.setitem(REGIONS, "gain", region)
+    after = listed()
+    assert {name: row["embedding"] for name, row in after.items() if row["embedding"] != "not said"} == {
+        "hf_eager": "{gained}",
+        "fp32": "{}",
+    }
+    assert [{k: v for k, v in row.items() if k != "embedding"} for row in after.values()] == list(before.values())
+
+
+def test_a_name_that_is_too_long_for_its_column_is_shown_whole():
+    names = ["x" * 50 + f"{i:02d}" for i in range(6)]
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table("t", names, [names]))
+    cells = [line.split("│") for line in shown.get().splitlines() if line.startswith("│")]
+    assert ["".join(part.strip() for part in column) for column in zip(*cells, strict=True)][1:-1] == names
 
 
 def test_plan_prints_sites_without_weights(model, tmp_path):

@@ -28,32 +28,13 @@ def _root() -> None:
 @app.command()
 def presets(json: Json = None) -> None:
     """List the engines: the rounding points each one stores, the releases covered, and what that rests on."""
-    from .engines.presets import PRESETS
+    from .report import catalogue
     from .report import rows as report
 
-    rows = [
-        (
-            p.name,
-            report.points(p.at("attention")),
-            report.points(p.at("mlp")),
-            report.points(p.at("experts")),
-            report.points(p.at("attn_add")),
-            report.points(p.at("mlp_add")),
-            "-".join(v or "" for v in p.versions) if p.engine else "",
-            ", ".join(f"{g} {e}" for g, e in p.evidence.items())
-            if len(set(p.evidence.values())) > 1
-            else next(iter(p.evidence.values())),
-        )
-        for p in PRESETS.values()
-    ]
-    columns = ("preset", "rope", "MLP", "experts", "add after attention", "add after MLP", "releases", "evidence")
-    sources = [(p.name, f"{p.source}. {p.note}".rstrip()) for p in PRESETS.values()]
-    report.show(
-        report.table("Rounding points stored in the model dtype", columns, rows),
-        report.table("Where each row is from", ("preset", "source"), sources),
-    )
+    found = catalogue.presets()
+    report.show(found.table(), catalogue.sources().table())
     if json:
-        report.write_json(json, {"presets": [dict(zip(columns, row, strict=True)) for row in rows]})
+        report.write_json(json, {"presets": found.records()})
 
 
 @app.command()
@@ -84,6 +65,7 @@ def plan(
 ) -> None:
     """Print what would be patched in a model for a rollout engine; loads no weights, starts nothing."""
     from . import integrations
+    from .report import catalogue
     from .report import rows as report
     from .trainers.preview import preview, request, rollout
 
@@ -94,12 +76,10 @@ def plan(
     else:
         where = rollout(vllm, device, eager, asked)
     alignment = preview(model, asked, where)
-    rows = [(s.fqn, s.kind, report.points(s.before), report.points(s.after)) for s in alignment.sites]
-    columns = ("module", "site kind", "stored before", "stored after")
-    report.show(report.table(str(alignment), columns, rows))
+    found = catalogue.sites(alignment)
+    report.show(found.table())
     if json:
-        payload = {"plan": str(alignment.plan), "sites": [dict(zip(columns, row, strict=True)) for row in rows]}
-        report.write_json(json, payload)
+        report.write_json(json, {"plan": str(alignment.plan), "sites": found.records()})
 
 
 @app.command()

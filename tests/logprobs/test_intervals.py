@@ -47,6 +47,27 @@ def test_every_ratio_has_the_same_draws():
     assert intervals([(x, n)])[0] == one != intervals([(x, n)], seed=1)[0]
 
 
+@pytest.mark.parametrize(("level", "draws", "beyond"), [(0.95, 2000, 50), (0.99, 2000, 10), (0.999, 20_000, 10)])
+def test_ten_draws_or_more_lie_beyond_each_limit(level, draws, beyond, monkeypatch):
+    """A limit that rests on one draw is that draw. Draws of a continuous statistic do not tie, so the count is exact."""
+    counted, quantile = [], np.quantile
+
+    def spy(t, q, axis):
+        low, high = quantile(t, q, axis=axis)
+        counted.append((t.shape[1], (t[0] < low[0]).sum(), (t[0] > high[0]).sum()))
+        return low, high
+
+    monkeypatch.setattr(stats.np, "quantile", spy)
+    intervals([columns()], level=level)
+    assert counted == [(draws, beyond, beyond)]
+
+
+def test_an_interval_at_95_percent_is_from_2000_draws_as_stored_ones_are():
+    assert intervals([columns()]) == intervals([columns()], draws=2000)
+    wide = intervals([columns()], level=0.999)
+    assert wide == intervals([columns()], draws=20_000, level=0.999) != intervals([columns()], draws=2000, level=0.999)
+
+
 def test_proportional_columns_have_a_point():
     x, _ = columns()
     assert intervals([(3 * x, x)])[0] == pytest.approx((3, 3, 3), rel=1e-12)

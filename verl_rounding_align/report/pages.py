@@ -1,13 +1,15 @@
-"""The report of a gap: what ``gap``, ``attribute``, ``landing`` and ``triage`` have written into one folder, as sections
-that :mod:`report` renders to a terminal, to Markdown and to one HTML page. A section is made from JSON alone."""
+"""The report of a folder: what ``gap``, ``attribute``, ``landing`` and ``triage`` have written into it, as one Markdown page
+and one HTML page. A section of the report is made from JSON alone; ``PARTS`` has one row for each file."""
 
 from __future__ import annotations
 
-import json
+import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 
+from ..files import read_json
 from ..logprobs.tally import BATCHED, VERSION
 from . import pictures
 from . import rows as report
@@ -238,23 +240,23 @@ def landing(found: Mapping) -> list[Section]:
     return [Section(title, columns, cells, note, [pictures.landing(histograms, "Where values land")])]
 
 
-# file in the folder -> what makes its sections
+# file in the folder -> (the command that writes it, what makes its sections)
 PARTS = {
-    "gap.json": _gap_sections,
-    "attribution.json": attribution,
-    "score.json": dump,
-    "landing.json": landing,
-    "triage.json": lambda found: [triage("Triage", found["findings"])],
+    "gap.json": ("gap", _gap_sections),
+    "attribution.json": ("attribute", attribution),
+    "score.json": ("gap score", dump),
+    "landing.json": ("landing", landing),
+    "triage.json": ("triage", lambda found: [triage("Triage", found["findings"])]),
 }
 
 
 def _found(folder: Path) -> dict[str, dict]:
-    """Return file's name -> JSON.
+    """Return file's name -> what it holds.
 
     Raises:
-        ValueError: none of ``PARTS`` is in the folder, or one is of another schema version.
+        ValueError: none of ``PARTS`` is in the folder, or one is not JSON, or of another schema version.
     """
-    found = {name: json.loads((folder / name).read_text()) for name in PARTS if (folder / name).exists()}
+    found = {name: read_json(folder / name) for name in PARTS if (folder / name).exists()}
     if not found:
         raise ValueError(f"{folder}: no {', '.join(PARTS)}; run `verl-rounding-align gap --out {folder} ...`")
     for name, payload in found.items():
@@ -269,9 +271,20 @@ def sections(folder: Path) -> list[Section]:
     """Return the sections of everything that the tools have written into a folder.
 
     Raises:
-        ValueError: nothing in it, or of another schema version.
+        ValueError: there is nothing in it, or a file is broken, or of another schema version.
     """
-    return [section for name, payload in _found(folder).items() for section in PARTS[name](payload)]
+    return [section for name, payload in _found(folder).items() for section in _sections(folder / name, payload)]
+
+
+def _sections(file: Path, payload: Mapping) -> list[Section]:
+    """Return the sections of one file."""
+    command, make = PARTS[file.name]
+    try:
+        return make(payload)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"{file}: not as `verl-rounding-align {command}` writes it ({type(error).__name__}: {error}); make it anew"
+        ) from error
 
 
 def _made(found: Mapping[str, dict]) -> dict[str, str]:
@@ -282,7 +295,7 @@ def _made(found: Mapping[str, dict]) -> dict[str, str]:
     """
     of: dict[str, dict[str, list[str]]] = {}
     for file, payload in found.items():
-        for package, version in payload["versions"].items():
+        for package, version in payload.get("versions", {}).items():
             of.setdefault(package, {}).setdefault(version, []).append(file)
     return {
         package: " and ".join(v if len(made) == len(found) else f"{v} ({', '.join(made)})" for v, made in by.items())
@@ -291,12 +304,55 @@ def _made(found: Mapping[str, dict]) -> dict[str, str]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write ``report.md`` and ``report.html`` into the folder; return their paths.
+    """Write ``report.md`` with its pictures, and ``report.html``, into the folder; return the paths of both pages.
 
-    The title names the model, or the dump; where no file says which, the folder.
+    The title names the model or the dump, and the folder where no file says which.
+
+    Raises:
+        ValueError: see :func:`sections`.
     """
     found = _found(folder)
     names = [payload.get("model") or payload.get("source") for payload in found.values()]
     name = next(filter(None, names), folder.resolve().name)
     title = f"{name}: where the trainer's log-probs differ from the engine's"
-    return report.write_pages(folder, "report", title, sections(folder), _made(found))
+    return write_pages(folder, "report", title, sections(folder), _made(found))
+
+
+def write_pages(
+    folder: Path, name: str, title: str, sections: Sequence[Section], made: Mapping[str, str]
+) -> list[Path]:
+    """Write ``NAME.md`` with its pictures beside it, and ``NAME.html``, which needs no other file; return both paths.
+
+    Args:
+        made: package -> version that the figures were made with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made_with = ", ".join(f"{k} {v}" for k, v in sorted(made.items()))
+    for figure in (figure for section in sections for figure in section.figures):
+        (folder / f"{name}.{figure.name}.svg").write_text(figure.svg)
+    paths = [folder / f"{name}.md", folder / f"{name}.html"]
+    paths[0].write_text(_markdown_page(name, title, sections, made_with))
+    paths[1].write_text(_html_page(title, sections, made_with))
+    return paths
+
+
+def _markdown_page(name: str, title: str, sections: Sequence[Section], made_with: str) -> str:
+    text = [f"# {title}"]
+    for section in sections:
+        text.append(f"## {section.title}")
+        text += [report.markdown(section.columns, section.rows)] if section.rows else []
+        text += [section.note] if section.note else []
+        text += [f"![{figure.alt}]({name}.{figure.name}.svg)" for figure in section.figures]
+    return "\n\n".join([*text, f"Made with {made_with}."]) + "\n"
+
+
+def _html_page(title: str, sections: Sequence[Section], made_with: str) -> str:
+    """Return ``page.html`` filled in; everything that is put into it is escaped, pictures are part of the page."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    template = environment.from_string((resources.files(__package__) / "page.html").read_text(encoding="utf-8"))
+    return template.render(title=title, sections=sections, made_with=made_with)

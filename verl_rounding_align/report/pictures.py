@@ -1,4 +1,4 @@
-"""Pictures of a gap report, drawn with matplotlib from the rows as JSON has them; every one is returned as SVG text."""
+"""Pictures of the report, drawn with matplotlib from rows as JSON has them. Each function returns a Figure with SVG text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _axes(width: float, height: float, columns: int = 1, rows: int = 1, **option
 
 
 def _bars(ax, names: Sequence[str], values: Sequence[Sequence[float]], colours: Sequence[str], scale: float) -> None:
-    """Draw values with their intervals, first on top."""
+    """Draw bars of values with their intervals, the first on top."""
     for y, ((value, low, high), colour) in enumerate(zip(values, colours, strict=True)):
         ax.barh(y, value * scale, color=colour, height=0.6)
         if low is not None and high is not None:
@@ -50,7 +50,7 @@ def _bars(ax, names: Sequence[str], values: Sequence[Sequence[float]], colours: 
 
 
 def gap_by_arm(rows: Sequence[Mapping], title: str) -> Figure:
-    """k3 of every row with its interval; floors in grey."""
+    """Return bars of every row's k3 with its interval; floors are grey."""
     figure, ax = _axes(8, 0.8 + 0.32 * len(rows))
     colours = [FLOOR_COLOUR if r["kind"] == "floor" else COLOURS[0 if r["arm"] == "none" else 2] for r in rows]
     _bars(ax, [r["arm"] for r in rows], [r["k3"] for r in rows], colours, 1e4)
@@ -60,7 +60,7 @@ def gap_by_arm(rows: Sequence[Mapping], title: str) -> Figure:
 
 
 def shapley(found: Mapping, title: str) -> Figure:
-    """Shapley values and the whole reduction, with intervals."""
+    """Return bars of the Shapley values and of the whole reduction, with intervals."""
     rows = [*found["players"], {**found["whole"], "players": ["all of them"]}]
     figure, ax = _axes(8, 0.9 + 0.32 * len(rows))
     colours = [COLOURS[2]] * (len(rows) - 1) + [COLOURS[0]]
@@ -71,7 +71,7 @@ def shapley(found: Mapping, title: str) -> Figure:
 
 
 def by_position(curves: Mapping[str, Sequence[Mapping]], title: str) -> Figure:
-    """Mean |d| against the position in the response, in bins, with bands of two standard errors."""
+    """Return curves of mean |d| against the position in the response, in bins, with bands of two standard errors."""
     figure, ax = _axes(8, 3.6)
     for (name, bins), colour in zip(curves.items(), COLOURS, strict=False):
         x = [b["position"] + 1 for b in bins]
@@ -89,7 +89,8 @@ def by_position(curves: Mapping[str, Sequence[Mapping]], title: str) -> Figure:
 
 
 def by_size(counts: Mapping[str, Mapping], title: str) -> Figure:
-    """Share of tokens in each quarter octave of |d|, engine below the trainer on the left, above on the right."""
+    """Return the share of tokens in each quarter octave of |d|: on the left where the engine is below the trainer, on the right
+    where it is above."""
     figure, (left, right) = _axes(8, 4, columns=2, sharey=True)
     smallest, largest = 0, -99
     for (name, found), colour in zip(counts.items(), COLOURS, strict=False):
@@ -117,7 +118,7 @@ def by_size(counts: Mapping[str, Mapping], title: str) -> Figure:
 
 
 def landing(histograms: Mapping[str, Sequence[float]], title: str) -> Figure:
-    """Where values of one layer land between two neighbouring bf16 numbers; 1 is an even spread."""
+    """Return histograms of where values of one layer land between two neighbouring bf16 numbers; 1 is an even spread."""
     from matplotlib.figure import Figure as Canvas
 
     columns = min(5, len(histograms))

