@@ -243,7 +243,8 @@ def test_another_variable_in_the_environment_asks_again(engine, monkeypatch):
 
 def test_a_site_without_an_answer_is_a_result_all_the_same(engine):
     engine.status = 1
-    auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    preset, source = auto.probe(engine.model, ROLLOUT, say=lambda text: None)
+    assert (preset, source) == (engine.result.preset("compiled"), f"probed now, {results()[0]}")
 
 
 def test_a_probe_that_fails_says_what_to_do_and_keeps_nothing(engine):

@@ -123,8 +123,8 @@ def family(programs, tmp_path):
 
 def wait_for(reader: int, expected: bytes) -> None:
     """Read what both processes have written; b"" is the end of the file, when neither has it open any more."""
-    ready, _, _ = select.select([reader], [], [], 60)
-    assert ready, f"waited 60 s for {expected!r}"
+    ready, _, _ = select.select([reader], [], [], 600)
+    assert ready, f"waited 600 s for {expected!r}"
     assert os.read(reader, 100) == expected
 
 
@@ -134,13 +134,13 @@ def ended(reader: int) -> None:
 
 def test_arguments_and_status_are_handed_on_and_both_streams_are_logged(programs, tmp_path):
     module = programs("echo", "import sys", "print(sys.argv[1:])", "print('error', file=sys.stderr)", "sys.exit(3)")
-    assert process.run(module, ["a", "--b"], limit=60, log=tmp_path / "log") == 3
+    assert process.run(module, ["a", "--b"], limit=600, log=tmp_path / "log") == 3
     assert sorted((tmp_path / "log").read_text().splitlines()) == ["['a', '--b']", "error"]
 
 
 def test_standard_output_can_go_to_a_file_of_its_own(programs, tmp_path):
     module = programs("echo", "import sys", "print('table')", "print('said', file=sys.stderr)")
-    assert process.run(module, limit=60, log=tmp_path / "log", out=tmp_path / "table") == 0
+    assert process.run(module, limit=600, log=tmp_path / "log", out=tmp_path / "table") == 0
     assert ((tmp_path / "table").read_text(), (tmp_path / "log").read_text()) == ("table\n", "said\n")
 
 
@@ -148,14 +148,14 @@ def test_variables_are_set_and_removed_for_the_process_alone(programs, tmp_path,
     name, other = "VERL_ROUNDING_ALIGN_TEST", "VERL_ROUNDING_ALIGN_OTHER"
     monkeypatch.setenv(other, "8")
     module = programs("variable", "import os", f"print(os.environ['{name}'], os.environ.get('{other}'))")
-    process.run(module, limit=60, log=tmp_path / "log", environment={name: "7", other: None})
+    process.run(module, limit=600, log=tmp_path / "log", environment={name: "7", other: None})
     assert (tmp_path / "log").read_text() == "7 None\n"
     assert name not in os.environ and os.environ[other] == "8"
 
 
 def test_a_signal_that_ended_the_process_is_its_status(programs, tmp_path):
     module = programs("signalled", "import os, signal", "os.kill(os.getpid(), signal.SIGKILL)")
-    assert process.run(module, limit=60, log=tmp_path / "log") == -signal.SIGKILL
+    assert process.run(module, limit=600, log=tmp_path / "log") == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("pythonpath", ["{programs}", ":{programs}", "{programs}:.:"], ids=["plain", "empty", "dot"])
@@ -173,7 +173,7 @@ def test_a_file_in_the_current_folder_does_not_shadow_a_module(programs, tmp_pat
         (here / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
     monkeypatch.chdir(here)
     monkeypatch.setenv("PYTHONPATH", pythonpath.format(programs=tmp_path / "programs"))
-    assert process.run(module, limit=60, log=tmp_path / "log") == 0
+    assert process.run(module, limit=600, log=tmp_path / "log") == 0
     found = (tmp_path / "log").read_text().splitlines()
     switch = sys.version_info >= (3, 11)  # Python's own; without it, what the process starts itself is as ever
     assert found == [json.__file__, verl_rounding_align.__file__, *([json.__file__] if switch else [])]
@@ -187,7 +187,7 @@ def test_the_package_is_the_one_that_runs_here_from_a_checkout_too(programs, tmp
     (tmp_path / "programs" / PACKAGE.name / "__init__.py").write_text("raise SystemExit('another package')\n")
     module = programs("which", f"import {PACKAGE.name} as package", "print(package.__file__)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "programs"))
-    assert process.run(module, limit=60, log=tmp_path / "log") == 0
+    assert process.run(module, limit=600, log=tmp_path / "log") == 0
     assert (tmp_path / "log").read_text().strip() == verl_rounding_align.__file__
     control = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, cwd=tmp_path)
     assert (control.returncode, control.stderr.strip()) == (1, "another package")
@@ -262,7 +262,7 @@ def test_what_a_process_has_started_does_not_outlive_it(programs, tmp_path):
         "leaves", "import os, subprocess, sys", f"held = os.open({str(fifo)!r}, os.O_WRONLY)",
         "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], pass_fds=[held])", "os.write(held, b'one')",
     )  # fmt: skip
-    assert process.run(module, limit=60) == 0
+    assert process.run(module, limit=600) == 0
     wait_for(reader, b"one")
     ended(reader)
     os.close(reader)

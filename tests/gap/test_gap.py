@@ -531,7 +531,7 @@ def test_attribution_over_points_takes_the_same_scores(measured):
     found = json.loads((out / "attribution.json").read_text())
     jsonschema.validate(found, schema("attribution"))
     modes = found["modes"]["compiled"]
-    assert sum(p["value"][0] for p in modes["players"]) == pytest.approx(modes["whole"]["value"][0], rel=1e-12)
+    assert sum(p["value"][0] for p in modes["players"]) == pytest.approx(modes["whole"]["value"][0], rel=1e-12, abs=0)
     done = CliRunner().invoke(cli.app, ["attribute", str(out), "--players", "act,carry"], catch_exceptions=False)
     assert {
         p["players"][0] for p in json.loads((out / "attribution.json").read_text())["modes"]["compiled"]["players"]
@@ -570,8 +570,8 @@ def test_the_report_and_the_attribution_are_of_the_layout_scored_last(measured, 
         assert {m["layout"] for m in before[name]["modes"].values()} == {"batched"}
     k3 = {r["arm"]: r["k3"][0] for r in after["gap"]["modes"]["compiled"]["rows"]}
     whole = after["attribution"]["modes"]["compiled"]["whole"]["value"][0]
-    assert whole == pytest.approx(k3["none"] - k3["all"], rel=1e-9)
-    assert whole != pytest.approx(before["attribution"]["modes"]["compiled"]["whole"]["value"][0], rel=1e-9)
+    assert whole == pytest.approx(k3["none"] - k3["all"], rel=1e-9, abs=0)
+    assert whole != pytest.approx(before["attribution"]["modes"]["compiled"]["whole"]["value"][0], rel=1e-9, abs=0)
     titles = [section.title for section in gap_report.sections(out)]
     assert f"{title}, trainer single" in titles and "Triage: vLLM compiled, trainer single, unaligned" in titles
     assert read_gap(out / "compiled")[0].trainer == pytest.approx(

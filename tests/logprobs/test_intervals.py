@@ -36,7 +36,7 @@ def test_the_interval_is_the_bootstrap_t_of_the_definition():
         t.append((x[picked].sum() / n[picked].sum() - value) / se(x[picked], n[picked]))
     low, high = np.quantile(t, [0.025, 0.975])
     expected = (value, value - high * se(x, n), value - low * se(x, n))
-    assert intervals([(x, n)], draws=500, seed=3)[0] == pytest.approx(expected, rel=1e-9)
+    assert intervals([(x, n)], draws=500, seed=3)[0] == pytest.approx(expected, rel=1e-9, abs=0)
 
 
 def test_every_ratio_has_the_same_draws():
@@ -70,7 +70,7 @@ def test_an_interval_at_95_percent_is_from_2000_draws_as_stored_ones_are():
 
 def test_proportional_columns_have_a_point():
     x, _ = columns()
-    assert intervals([(3 * x, x)])[0] == pytest.approx((3, 3, 3), rel=1e-12)
+    assert intervals([(3 * x, x)])[0] == pytest.approx((3, 3, 3), rel=1e-12, abs=0)
     almost = 3 * x + 1e-6 * np.random.default_rng(0).normal(size=len(x))
     _, low, high = intervals([(almost, x)])[0]
     assert 0 < high - low < 1e-5  # the control: what varies a little has an interval

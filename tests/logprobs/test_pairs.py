@@ -81,9 +81,10 @@ def test_the_summary_of_chunks_is_the_summary_of_the_whole(tmp_path):
         part = valid.select(list(range(at, min(at + 7, len(valid)))))
         many.add(part.rollout - part.trainer, part.offsets, part.positions)
     rows = [vars(tallies.tally_row("x", "none", tally)) for tally in (one, many)]
-    for name, value in rows[0].items():  # sums of the same numbers, in another order
+    # sums of 2,700 of the same numbers, in another order: off by 2,700 * 2^-53 of the sum of sizes, which is 60 times k1's own
+    for name, value in rows[0].items():
         assert value == (
-            pytest.approx(rows[1][name], rel=1e-12) if isinstance(value, (tuple, float)) else rows[1][name]
+            pytest.approx(rows[1][name], rel=1e-10, abs=0) if isinstance(value, (tuple, float)) else rows[1][name]
         )
     assert one.by_size() == many.by_size()
     assert [b["abs_mean"] for b in one.by_position()] == pytest.approx([b["abs_mean"] for b in many.by_position()])

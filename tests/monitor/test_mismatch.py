@@ -32,11 +32,12 @@ def test_hand_computed_values():
     k3 = [math.exp(-d) + d - 1 for d in (0.5, -0.25, 0.25)]
     m3 = sum(k3) / 3
     residuals = (k3[0] + k3[1] - 2 * m3, k3[2] - m3)
-    assert found.mismatch_kl == pytest.approx(0.5 / 3, rel=1e-15)
-    assert found.mismatch_kl_se == pytest.approx(math.sqrt(2 * (2 / 144) / 9), rel=1e-14)
-    assert found.mismatch_k3 == pytest.approx(m3, rel=1e-14)
-    assert found.mismatch_k3_se == pytest.approx(math.sqrt(2 * (residuals[0] ** 2 + residuals[1] ** 2) / 9), rel=1e-14)
-    assert found.abs_diff_mean == pytest.approx(1 / 3, rel=1e-15)
+    assert found.mismatch_kl == pytest.approx(0.5 / 3, rel=1e-15, abs=0)
+    assert found.mismatch_kl_se == pytest.approx(math.sqrt(2 * (2 / 144) / 9), rel=1e-14, abs=0)
+    assert found.mismatch_k3 == pytest.approx(m3, rel=1e-14, abs=0)
+    k3_se = math.sqrt(2 * (residuals[0] ** 2 + residuals[1] ** 2) / 9)
+    assert found.mismatch_k3_se == pytest.approx(k3_se, rel=1e-14, abs=0)
+    assert found.abs_diff_mean == pytest.approx(1 / 3, rel=1e-15, abs=0)
     assert (found.abs_diff_max, found.tokens, found.nonfinite, found.missing) == (0.5, 3, 0, "")
 
 
@@ -91,9 +92,10 @@ def test_small_gaps_are_not_lost_in_fp32():
     trainer, rollout, mask = batch(gap=1e-5)
     found = mismatch(trainer, rollout, mask)
     half_square = ((rollout.double() - trainer.double())[mask] ** 2).mean().item() / 2
-    assert found.mismatch_k3 == pytest.approx(half_square, rel=1e-4)  # next term: d / 3 of it
+    assert found.mismatch_k3 == pytest.approx(half_square, rel=1e-4, abs=0)  # next term: d / 3 of it
     log_ratio = (trainer - rollout)[mask]
-    assert (log_ratio.exp() - log_ratio - 1).mean().item() != pytest.approx(half_square, rel=1e-2)  # control: fp32
+    in_fp32 = (log_ratio.exp() - log_ratio - 1).mean().item()
+    assert in_fp32 != pytest.approx(half_square, rel=1e-2, abs=0)  # control
 
 
 def test_no_response_tokens():

@@ -103,7 +103,7 @@ def test_arms_differ_in_the_key_only(name):
 def shell(script, *words, **env):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, **env}
-    return subprocess.run(["bash", RECIPE / script, *words], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", RECIPE / script, *words], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
