@@ -25,6 +25,7 @@ from tiny import tiny, tokens, verified
 
 from verl_rounding_align import align
 from verl_rounding_align.engines import presets
+from verl_rounding_align.engines.vllm import settings
 from verl_rounding_align.integrations.verl import hooks as integration
 from verl_rounding_align.plan import parse_plan
 
@@ -51,7 +52,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def config(model, monkeypatch):
     """Return a function: overrides -> verl's trainer config on a machine with vLLM 0.30.0 and CUDA."""
-    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
+    monkeypatch.setattr(settings, "_vllm_version", lambda: "0.30.0")
 
     def make(*overrides, model_type="qwen3", **kwargs):
         return composed(f"actor_rollout_ref.model.path={model(model_type)}", *overrides, **kwargs)
@@ -62,7 +63,7 @@ def config(model, monkeypatch):
 @pytest.fixture
 def updated(model, monkeypatch):
     """Return a function like `config`, which applies the overrides to verl's composed config: a second faster."""
-    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
+    monkeypatch.setattr(settings, "_vllm_version", lambda: "0.30.0")
     parser = OverridesParser.create()
 
     def make(*overrides, model_type="qwen3"):
@@ -400,7 +401,7 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
 )
 def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager):
     config = updated(*overrides)
-    found = integration.rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device)
+    found = settings.rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device)
     assert (found.eager, found.device) == (eager, "cuda")
 
 

@@ -34,7 +34,7 @@ OWN = {"trainer.rounding_align_metrics"}
 def environment(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     monkeypatch.delenv("MODEL_PATH", raising=False)
-    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
+    monkeypatch.setattr("verl_rounding_align.engines.vllm.settings._vllm_version", lambda: "0.30.0")
 
 
 def composed(*overrides):
