@@ -26,7 +26,9 @@ from tiny import tiny, tokens, verified
 from verl_rounding_align import align
 from verl_rounding_align.engines import presets
 from verl_rounding_align.engines.vllm import settings
-from verl_rounding_align.integrations.verl import hooks as integration
+from verl_rounding_align.integrations.verl import driver, running, workers
+from verl_rounding_align.integrations.verl import trainer as hooked
+from verl_rounding_align.integrations.verl.config import plain
 from verl_rounding_align.plan import parse_plan
 
 pytestmark = pytest.mark.verl
@@ -101,7 +103,7 @@ def validate(config):
 
 def values(config):
     section = config.actor_rollout_ref
-    return [integration._plain(section[role].get("rounding_align")) for role in ("actor", "ref")]
+    return [plain(section[role].get("rounding_align")) for role in ("actor", "ref")]
 
 
 # -------------------------------------------------------------------------------------------------------- acceptance
@@ -340,7 +342,7 @@ def test_the_driver_refuses(updated, case):
 def test_the_same_settings_are_accepted_with_none(updated, case):
     """Negative control: it is the alignment that is refused, not the setting."""
     overrides = [f"+{KEY}=none" if KEY in o else f"+{REF}=none" if REF in o else o for o in ERRORS[case][0]]
-    assert set(integration.prepare(updated(*dict.fromkeys(overrides))).values()) == {"none"}
+    assert set(driver.prepare(updated(*dict.fromkeys(overrides))).values()) == {"none"}
 
 
 def test_unsupported_family(updated):
@@ -356,7 +358,7 @@ def test_unsupported_family(updated):
 
 def test_a_family_that_the_driver_cannot_read_is_left_to_the_workers(updated, capsys):
     found = updated(f"+{KEY}=rope", "actor_rollout_ref.model.path=hdfs://store/model")
-    integration.prepare(found)
+    driver.prepare(found)
     assert capsys.readouterr().out.splitlines()[0] == (
         "rounding_align: no config.json to read at hdfs://store/model; the workers check the model's family"
     )
@@ -407,7 +409,7 @@ def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager)
 
 def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):
     off = f"+{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False"
-    integration.prepare(updated(*ERRORS["tensor parallel"][0], off))
+    driver.prepare(updated(*ERRORS["tensor parallel"][0], off))
 
 
 # ------------------------------------------------------------------------------------------------------ a probed engine
@@ -437,26 +439,26 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("value", ["auto", "{regions:all,engine:auto}", "{regions:auto}"])
 def test_auto_is_resolved_in_the_driver_and_travels_with_the_config(updated, asked, value, capsys):
     config = updated(f"+{KEY}={value}", "actor_rollout_ref.rollout.enforce_eager=True", "trainer.device=cpu")
-    written = integration.prepare(config)
+    written = driver.prepare(config)
     (call,) = asked  # once for both roles
     assert call[0] == config.actor_rollout_ref.model.path
     assert (call[1].version, call[1].device, call[1].mode) == ("0.30.0", "cpu", "eager")
     assert written["actor"] == written["ref"] and written["actor"]["engine"] == probed().as_dict()
     section = OmegaConf.create({"actor": {"rounding_align": written["actor"]}, "ref": {}})
-    plan = integration._requests(section)["actor"]  # as a worker reads it
+    plan = workers._requests(section)["actor"]  # as a worker reads it
     assert plan == parse_plan("all", probed()) and plan.engine == "probed-1234"
     assert "actor rope+swiglu+add_rms_norm+carry: hf_eager -> probed-1234" in capsys.readouterr().out
 
 
 def test_auto_probes_with_the_settings_that_presets_refuse(updated, asked):
     custom = f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"
-    integration.prepare(updated(f"+{KEY}=auto", custom, "actor_rollout_ref.rollout.full_determinism=True"))
+    driver.prepare(updated(f"+{KEY}=auto", custom, "actor_rollout_ref.rollout.full_determinism=True"))
     assert asked[0][1].compilation == {"custom_ops": ["+rms_norm"]}
     assert asked[0][1].environment == {"VLLM_BATCH_INVARIANT": "1"}
     for name in ("quantized", "Transformers' models", "fusion pass", "compilation mode"):
         overrides, message = ERRORS[name]
         with pytest.raises(ValueError) as error:
-            integration.prepare(updated(f"+{KEY}=auto", *overrides[1:]))
+            driver.prepare(updated(f"+{KEY}=auto", *overrides[1:]))
         assert str(error.value) == message
     assert len(asked) == 1
 
@@ -468,19 +470,19 @@ def test_a_probe_of_one_rank_does_not_speak_for_a_fused_all_reduce(updated, monk
     assert "vLLM may fuse the all-reduce with add and norm" in message
     for value in ("auto", "{regions:all,engine:auto}"):
         with pytest.raises(ValueError, match="vLLM may fuse the all-reduce with add and norm"):
-            integration.prepare(updated(f"+{KEY}={value}", *overrides[1:]))
+            driver.prepare(updated(f"+{KEY}={value}", *overrides[1:]))
 
 
 def test_what_needs_no_plan_is_checked_before_the_probe(updated, asked):
     with pytest.raises(ValueError, match="use_liger=True"):
-        integration.prepare(updated(f"+{KEY}=auto", "actor_rollout_ref.model.use_liger=True"))
+        driver.prepare(updated(f"+{KEY}=auto", "actor_rollout_ref.model.use_liger=True"))
     assert asked == []
 
 
 def test_a_group_without_an_exact_answer_is_said(updated, monkeypatch, capsys):
     doubtful = probed("experts: no match, best {} on 99.9970%", swiglu="unproven")
     monkeypatch.setattr("verl_rounding_align.engines.auto.probe", lambda *args: (doubtful, "probed now, FILE"))
-    written = integration.prepare(updated(f"+{KEY}=auto"))
+    written = driver.prepare(updated(f"+{KEY}=auto"))
     assert written["actor"]["regions"] == "rope+add_rms_norm+carry"
     assert (
         "not exact, left as it is unless asked for by name: experts: no match, best {} on 99.9970%"
@@ -492,7 +494,7 @@ def test_no_exact_answer_at_all_stops(updated, monkeypatch):
     nothing = probed("mlp: no match", **dict.fromkeys(("rope", "swiglu", "add_rms_norm", "carry"), "unproven"))
     monkeypatch.setattr("verl_rounding_align.engines.auto.probe", lambda *args: (nothing, "probed now, FILE"))
     with pytest.raises(ValueError) as error:
-        integration.prepare(updated(f"+{KEY}=auto"))
+        driver.prepare(updated(f"+{KEY}=auto"))
     assert str(error.value) == f"{KEY}='auto': no group has an exact answer, nothing to align (mlp: no match)"
 
 
@@ -503,7 +505,7 @@ def trainer(actor, ref="none", path="/m"):
 
 
 def answers(monkeypatch, *fingerprints, missing=()):
-    monkeypatch.setattr(integration, "engines", lambda trainer: (list(fingerprints), list(missing)))
+    monkeypatch.setattr(running, "engines", lambda trainer: (list(fingerprints), list(missing)))
 
 
 NAMED = {"regions": "all", "engine": "vllm_cpu"}
@@ -514,7 +516,7 @@ RUN = "run `verl-rounding-align probe --model /m --mode eager` in the engine's e
 @pytest.mark.parametrize("value", [NAMED, PROBED], ids=["named", "probed"])
 def test_the_running_engine_is_verified_once_for_each_role(monkeypatch, capsys, value):
     answers(monkeypatch, EAGER)
-    assert integration.check_engines(trainer(value, value)) is True
+    assert running.check_engines(trainer(value, value)) is True
     assert capsys.readouterr().out == "".join(
         f"rounding_align: {role}: engine verified; {EAGER}\n" for role in ("actor", "ref")
     )
@@ -526,7 +528,7 @@ def test_the_running_engine_is_verified_once_for_each_role(monkeypatch, capsys, 
 def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, capsys, value, advice):
     newer = replace(EAGER, torch="2.14.0")
     answers(monkeypatch, newer)
-    assert integration.check_engines(trainer(value)) is False
+    assert running.check_engines(trainer(value)) is False
     name = "vllm_cpu" if value is NAMED else "probed-1234"
     assert capsys.readouterr().out == (
         f"rounding_align: actor: engine unverified: the engine has torch='2.14.0', {name} was verified with '2.13.0'; "
@@ -537,7 +539,7 @@ def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, c
 def test_one_replica_that_contradicts_the_plan_stops_the_run(monkeypatch):
     answers(monkeypatch, EAGER, verified("vllm_compiled"))
     with pytest.raises(RuntimeError) as error:
-        integration.check_engines(trainer(NAMED))
+        running.check_engines(trainer(NAMED))
     assert str(error.value) == (
         f"{KEY}: the running engine contradicts the plan: the engine has mode='compiled', vllm_cpu was verified with 'eager'; "
         "the engine has custom_ops=('none',), vllm_cpu was verified with ('all',); engine: "
@@ -547,7 +549,7 @@ def test_one_replica_that_contradicts_the_plan_stops_the_run(monkeypatch):
 
 def test_a_fingerprint_that_is_missing_is_said_and_harms_nothing(monkeypatch, capsys):
     answers(monkeypatch, EAGER, missing=["AttributeError: no"])
-    assert integration.check_engines(trainer(NAMED)) is False
+    assert running.check_engines(trainer(NAMED)) is False
     line = "rounding_align: actor: engine unverified: its fingerprint is missing: AttributeError: no\n"
     assert line in capsys.readouterr().out
 
@@ -560,7 +562,7 @@ def test_whatever_replicas_answer_becomes_a_fingerprint_or_a_reason(monkeypatch)
         return SimpleNamespace(server_handle=SimpleNamespace(rounding_align_fingerprint=remote))
 
     def get(answer, timeout):
-        assert 0 <= timeout <= integration.ENGINE_TIMEOUT
+        assert 0 <= timeout <= running.ENGINE_TIMEOUT
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -573,17 +575,15 @@ def test_whatever_replicas_answer_becomes_a_fingerprint_or_a_reason(monkeypatch)
         handle([{"missing": "why"}]),
         handle([asdict(EAGER), asdict(EAGER)]),
     ]
-    running, missing = integration.engines(
-        SimpleNamespace(llm_server_manager=SimpleNamespace(get_replicas=lambda: replicas))
-    )
-    assert running == [EAGER]
+    found, missing = running.engines(SimpleNamespace(llm_server_manager=SimpleNamespace(get_replicas=lambda: replicas)))
+    assert found == [EAGER]
     assert missing == [
         "AttributeError: 'object' object has no attribute 'rounding_align_fingerprint'",
         "TimeoutError: no answer",
         "ValueError: fingerprint: unknown fields ['new'], missing fields []",
         "why",
     ]
-    assert integration.engines(SimpleNamespace()) == ([], ["the trainer knows no rollout replica"])
+    assert running.engines(SimpleNamespace()) == ([], ["the trainer knows no rollout replica"])
 
 
 def test_fit_asks_the_engines_before_the_first_step(monkeypatch):
@@ -592,7 +592,7 @@ def test_fit_asks_the_engines_before_the_first_step(monkeypatch):
         fit = lambda self: setattr(self, "steps", 1)  # noqa: E731
         _setup = _compute_metrics = lambda self, metrics: None
 
-    integration._on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer))
+    hooked.on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer))
     answers(monkeypatch, replace(EAGER, mode="compiled"))
     run = PPOTrainer()
     run.config = trainer(NAMED).config
@@ -624,7 +624,7 @@ class Engine:
         return self.module(data).logits
 
 
-class Aligned(integration.AlignedEngine, Engine):
+class Aligned(workers.AlignedEngine, Engine):
     pass
 
 
@@ -640,14 +640,14 @@ def test_the_engine_aligns_what_it_builds_and_says_so(capsys):
         "rounding_align: qwen3, 2 layers, add_rms_norm 5 sites, rope 2 sites, swiglu 2 sites, hf_eager -> vllm_compiled "
         "(actor, rank 0)\n"
     )
-    assert integration._report(engine) == {
+    assert workers._report(engine) == {
         "plan": "rope+swiglu+add_rms_norm+carry: hf_eager -> vllm_compiled",
         "sites": 9,
         "forwards": 0,
         "idle": engine.rounding_alignment.patched,
     }
     engine.forward_backward_batch(tokens(), None)
-    assert (integration._report(engine)["forwards"], integration._report(engine)["idle"]) == (1, [])
+    assert (workers._report(engine)["forwards"], workers._report(engine)["idle"]) == (1, [])
 
 
 def test_an_engine_without_a_request_is_untouched():
@@ -655,7 +655,7 @@ def test_an_engine_without_a_request_is_untouched():
     engine.module = engine._build_module()
     assert not any("forward" in module.__dict__ for module in engine.module.modules())
     assert torch.equal(engine.forward_backward_batch(tokens(), None), tiny("qwen3", layers=2)(tokens()).logits)
-    assert integration._report(engine) == {"plan": "none", "sites": 0, "forwards": 0, "idle": []}
+    assert workers._report(engine) == {"plan": "none", "sites": 0, "forwards": 0, "idle": []}
 
 
 def test_a_forward_before_the_trainer_read_the_report_stops():
@@ -669,7 +669,7 @@ def test_a_forward_before_the_trainer_read_the_report_stops():
 
 def test_a_site_that_the_forward_does_not_reach_stops():
     engine = built("swiglu")
-    integration._report(engine)
+    workers._report(engine)
     mlp = engine.module.model.layers[1].mlp
     mlp.forward = type(mlp).forward.__get__(mlp)  # somebody patches over it
     with pytest.raises(RuntimeError) as error:
@@ -706,9 +706,9 @@ def test_the_engine_stacks_on_whatever_verl_would_use(registry, vendor_entry):
     if vendor_entry:  # another plugin's engine for this vendor
         base = engines.register("language_model", "fsdp2", device="test", vendor="maker")(type("Other", (base,), {}))
     assert engines.get_engine_cls("language_model", "fsdp2") is base
-    cls = integration._register_engine("fsdp2")
+    cls = workers._register_engine("fsdp2")
     assert engines.get_engine_cls("language_model", "fsdp2") is cls and issubclass(cls, base)
-    assert integration._register_engine("fsdp2") is cls  # again: no second layer
+    assert workers._register_engine("fsdp2") is cls  # again: no second layer
     assert engines.get_engine_cls("language_model", "fsdp") is not cls
 
 
@@ -716,7 +716,7 @@ def test_an_engine_with_another_signature_is_refused(registry):
     engines, base = registry
     base._build_module = lambda self, mesh: None
     with pytest.raises(RuntimeError) as error:
-        integration._register_engine("fsdp2")
+        workers._register_engine("fsdp2")
     assert str(error.value) == (
         "rounding_align was tested with verl 0.9.1, where TestEngine._build_module takes ('self',); here it takes ('self', 'mesh')"
     )
@@ -759,7 +759,7 @@ def worker_group(registry):
                 setattr(self, role, worker)
 
     module = SimpleNamespace(ActorRolloutRefWorker=ActorRolloutRefWorker, register=register, Dispatch=Dispatch)
-    integration._on_workers(module)
+    workers.on_workers(module)
     return ActorRolloutRefWorker
 
 
@@ -777,7 +777,7 @@ def test_each_role_gets_its_own_plan(worker_group):
 def test_a_worker_without_a_plan_uses_verls_engine(worker_group, registry, value):
     worker = worker_group(value, value)
     worker.init_model()
-    assert type(worker.actor.engine) is registry[1] and not isinstance(worker.ref.engine, integration.AlignedEngine)
+    assert type(worker.actor.engine) is registry[1] and not isinstance(worker.ref.engine, workers.AlignedEngine)
     assert worker.rounding_align_report()["actor"]["sites"] == 0
 
 

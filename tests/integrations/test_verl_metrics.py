@@ -19,7 +19,7 @@ pytest.importorskip("verl")
 import torch
 from omegaconf import OmegaConf
 
-from verl_rounding_align.integrations.verl import hooks as integration
+from verl_rounding_align.integrations.verl import trainer as hooked
 from verl_rounding_align.monitor.mismatch import Mismatch, mismatch
 from verl_rounding_align.monitor.phantom import Phantom, phantom
 from verl_rounding_align.monitor.trend import CHANCE, Detector, Reading
@@ -31,11 +31,11 @@ LATER = {f"rounding_align/{name}" for name in (*Phantom().values(), *Reading().v
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(integration._Trainer, "metrics", True)
-    monkeypatch.setattr(integration._Trainer, "said", set())
+    monkeypatch.setattr(hooked._Trainer, "metrics", True)
+    monkeypatch.setattr(hooked._Trainer, "said", set())
     for name in ("detector", "history", "columns"):
-        monkeypatch.setattr(integration._Trainer, name, None)
-    monkeypatch.setattr(integration._Trainer, "masks", {})
+        monkeypatch.setattr(hooked._Trainer, name, None)
+    monkeypatch.setattr(hooked._Trainer, "masks", {})
 
 
 def data(**change):
@@ -93,7 +93,7 @@ def test_an_attention_mask_counts_its_response_part_only():
 
 
 def test_switched_off():
-    integration._Trainer.metrics = False
+    hooked._Trainer.metrics = False
     assert not NAMES & set(debug_metrics(data()))
 
 
@@ -218,7 +218,7 @@ def trainer_class(queue=None):
         def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
             self.dumped = reward_extra_infos_dict
 
-    integration._on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer, tq=queue or Queue()))
+    hooked.on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer, tq=queue or Queue()))
     return PPOTrainer
 
 
@@ -417,18 +417,18 @@ def test_a_resumed_run_knows_the_steps_before(resume_mode, tmp_path, capsys):
     first = trainer(Group(), trainer=config)
     first.fit(None)
     run_steps(first, 1, values(107, seed=2))
-    assert [file.name for file in folder.iterdir()] == [integration.HISTORY]
-    integration._Trainer.detector = None
+    assert [file.name for file in folder.iterdir()] == [hooked.HISTORY]
+    hooked._Trainer.detector = None
     if resume_mode == "resume_path":
         config |= {"resume_from_path": f"{folder}/global_step_100/", "default_local_dir": str(tmp_path / "elsewhere")}
     again = trainer(Group(), trainer=config)
     again.global_steps = 100
     again.fit(None)
-    assert integration._Trainer.detector.steps == list(range(1, 101))
+    assert hooked._Trainer.detector.steps == list(range(1, 101))
     assert run_steps(again, 101, [1.8 * value for value in values(6, seed=3)])["alarm"] == 1
     said, warned = capsys.readouterr().out.splitlines()
     assert said == (
-        f"rounding_align: trend of mismatch_k3: resumed at step 100 with 100 steps of {folder}/{integration.HISTORY}"
+        f"rounding_align: trend of mismatch_k3: resumed at step 100 with 100 steps of {folder}/{hooked.HISTORY}"
     )
     assert re.search(
         r"step 106: mismatch_k3 jumped: x\d\.\d\d since training resumed from step 100, against the 100 steps before\. ",
@@ -442,17 +442,17 @@ def test_a_resume_without_a_history_says_so(tmp_path, capsys):
     made.fit(None)
     assert capsys.readouterr().out == (
         "rounding_align: trend of mismatch_k3: starts anew at step 10, a jump at this resume cannot be seen: "
-        f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/{integration.HISTORY}'\n"
+        f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/{hooked.HISTORY}'\n"
     )
     assert made.step(11, **GAP)["rounding_align/alarm"] == 0
 
 
 def test_a_new_run_ignores_the_history_of_an_older_one(tmp_path):
-    (tmp_path / integration.HISTORY).write_text("{}")
+    (tmp_path / hooked.HISTORY).write_text("{}")
     made = trainer(Group(), trainer={"save_freq": 5, "default_local_dir": str(tmp_path)})
     made.fit(None)
     made.step(1, **GAP)
-    assert json.loads((tmp_path / integration.HISTORY).read_text())["steps"] == [1]
+    assert json.loads((tmp_path / hooked.HISTORY).read_text())["steps"] == [1]
 
 
 def test_a_history_that_cannot_be_written_harms_nothing(tmp_path, capsys):
@@ -518,14 +518,14 @@ def test_the_dumps_mask_is_the_one_before_rejection_and_the_losss_stands_beside_
     made._log_rollout_data(BATCH, {}, "d")
     after = [queue.rows["response_mask"][i].tolist() for i in (2, 0, 1, 3)]
     assert (made.dumped["response_mask"], made.dumped["loss_mask"]) == (before, after) and before != after
-    assert integration._Trainer.masks == {}
+    assert hooked._Trainer.masks == {}
     made._log_rollout_data(BATCH, {}, "d")  # control: a step whose mask was not kept
     assert made.dumped["response_mask"] == made.dumped["loss_mask"] == after
 
 
 def test_no_mask_is_kept_where_nothing_is_dumped():
     trainer(Group(), queue=SimpleNamespace())._compute_advantage(BATCH, metrics={})
-    assert integration._Trainer.masks == {}
+    assert hooked._Trainer.masks == {}
 
 
 def test_a_mask_that_cannot_be_kept_is_said_and_harms_nothing(capsys):
@@ -577,7 +577,7 @@ def test_a_dump_without_log_probs_is_verls_own_and_says_why_once(queue, extra, r
 
 
 def test_rows_that_are_not_the_batchs_are_left_alone(monkeypatch, capsys):
-    monkeypatch.setattr(integration._Trainer, "columns", {"x_0_0": {}})
+    monkeypatch.setattr(hooked._Trainer, "columns", {"x_0_0": {}})
     made = trainer(Group())
     made._dump_generations("inputs", "outputs", "gts", "scores", {"uid": ["y_0_0"]}, "d")
     assert made.dumped == {"uid": ["y_0_0"]}

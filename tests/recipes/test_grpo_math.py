@@ -16,7 +16,9 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_rounding_align.integrations.verl import hooks as integration
+from verl_rounding_align.integrations.verl import driver
+from verl_rounding_align.integrations.verl.config import plain as as_python
+from verl_rounding_align.integrations.verl.config import take
 
 pytestmark = pytest.mark.verl
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_math"
@@ -71,11 +73,11 @@ def test_every_arm_passes_the_drivers_checks(name, arm, monkeypatch):
     from verl.utils.config import validate_config
 
     path, model_type = OVERLAYS[name]
-    monkeypatch.setattr(integration, "_model_type", {path: model_type}.get)
+    monkeypatch.setattr(driver, "_model_type", {path: model_type}.get)
     config = composed(f"+grpo_math={name}", f"+rounding_align={arm}")
     assert config.actor_rollout_ref.model.path == path
     validate_config(config, use_reference_policy=False, use_critic=False)
-    value = integration._plain(config.actor_rollout_ref.actor.rounding_align)
+    value = as_python(config.actor_rollout_ref.actor.rounding_align)
     assert value == ("none" if arm == "none" else {"regions": ARMS[arm], "engine": "vllm_compiled_split"})
 
 
@@ -96,7 +98,7 @@ def test_arms_differ_in_the_key_only(name):
     arms = [composed(f"+grpo_math={name}", f"+rounding_align={arm}") for arm in ARMS]
     assert len({str(plain(arm)) for arm in arms}) == len(ARMS)
     for arm in arms:
-        integration._take(arm.actor_rollout_ref)
+        take(arm.actor_rollout_ref)
     assert [plain(arm) for arm in arms] == [plain(composed(f"+grpo_math={name}"))] * len(ARMS)
 
 
