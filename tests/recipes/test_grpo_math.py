@@ -17,8 +17,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from verl_rounding_align.integrations.verl import driver
-from verl_rounding_align.integrations.verl.config import plain as as_python
-from verl_rounding_align.integrations.verl.config import take
+from verl_rounding_align.integrations.verl.config import plans, take
 
 pytestmark = pytest.mark.verl
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_math"
@@ -36,7 +35,7 @@ OWN = {"trainer.rounding_align_metrics"}
 def environment(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     monkeypatch.delenv("MODEL_PATH", raising=False)
-    monkeypatch.setattr("verl_rounding_align.engines.vllm.settings._vllm_version", lambda: "0.30.0")
+    monkeypatch.setattr("verl_rounding_align.engines.vllm.settings._vllm_version", lambda *args: "0.30.0")
 
 
 def composed(*overrides):
@@ -73,12 +72,14 @@ def test_every_arm_passes_the_drivers_checks(name, arm, monkeypatch):
     from verl.utils.config import validate_config
 
     path, model_type = OVERLAYS[name]
-    monkeypatch.setattr(driver, "_model_type", {path: model_type}.get)
+    monkeypatch.setattr(driver, "_checkpoint", {path: {"model_type": model_type}}.get)
     config = composed(f"+grpo_math={name}", f"+rounding_align={arm}")
     assert config.actor_rollout_ref.model.path == path
     validate_config(config, use_reference_policy=False, use_critic=False)
-    value = as_python(config.actor_rollout_ref.actor.rounding_align)
-    assert value == ("none" if arm == "none" else {"regions": ARMS[arm], "engine": "vllm_compiled_split"})
+    found = plans(config.actor_rollout_ref)
+    assert {role: str(plan) for role, plan in found.items()} == (
+        {} if arm == "none" else {"actor": f"{ARMS[arm]}: hf_eager -> vllm_compiled_split"}
+    )
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

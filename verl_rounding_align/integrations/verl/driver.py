@@ -1,14 +1,17 @@
 """The driver, before Ray starts anything: the key and every setting that is in its way are checked, plans are written back."""
 
+import functools
+import inspect
 import json
 import os
 
-from . import KEY, METRICS, ROLES, STRATEGIES, VERL, VERL_TESTED
-from .config import metrics_obstacle, plain, take
-from .hooks import wrap
+from . import KEY, METRICS, METRICS_KEY, ROLES, STRATEGIES, TESTED, VERL
+from . import config as keys
+from .config import compute_dtype, metrics_obstacle, origin, plain, take
+from .hooks import check, wrap
 
-METRICS_KEY = f"trainer.{METRICS}"
-EVERY_GROUP = ("rope", "swiglu", "add_rms_norm", "carry")
+_TRAINER = ("verl.trainer.ppo.v1.trainer_base",)
+_ALIGNED = ("verl.workers.engine_workers", *_TRAINER)
 
 
 def prepare(config, use_reference_policy: bool = True) -> dict:
@@ -16,91 +19,132 @@ def prepare(config, use_reference_policy: bool = True) -> dict:
 
     Args:
         config: verl's trainer config (DictConfig), not changed.
-        use_reference_policy: whether the run has a reference model.
+        use_reference_policy: whether the run has a reference model. The settings of one that is not used do not matter.
 
     Returns:
-        role -> value to write back: ``none``, or ``{regions, engine}`` with the preset's name. Empty without the key.
+        role -> value to write back: ``none``, or what ``Plan.as_dict`` gives. Empty without the key.
 
     Raises:
         ValueError: the key, its value and the legal choices, or the setting that is in its way.
+        NotApplied: this verl lacks something that the hooks extend.
     """
     _check_places(config)
     _check_metrics(config)
-    sections = {role: config.actor_rollout_ref[role] for role in ROLES}
-    if not any(KEY in section for section in sections.values()):
+    asked = keys.asked(config)
+    requests = _requests(config) if asked else {}
+    if keys.metrics(config) == keys.FULL and config.trainer.get("use_v1", False):
+        check(KEY if asked else f"{METRICS_KEY}=True", modules=_TRAINER)
+    if not asked:
         return {}
-    from ...engines import presets
-    from ...engines.probe.result import is_file
-    from ...engines.vllm.settings import check_tensor_parallel
-    from ...plan import AUTO, build_plan, find_preset, parse_request
-    from ...regions import GROUPS
+    used = {role: bool(request) and (role == "actor" or use_reference_policy) for role, request in requests.items()}
+    if not any(used.values()):
+        return dict.fromkeys(ROLES, "none")
+    plans, origins, engines = {}, [], {}
+    for role in ROLES:
+        if used[role]:
+            plans[role] = _plan(config, role, requests[role], engines, origins)
+    _check_run(config)
+    check(KEY, modules=_ALIGNED)
+    if use_reference_policy:
+        _check_shared_reference(config, plans)
+    lines = [f"{role} {plan}" for role, plan in plans.items()]
+    lines += dict.fromkeys(
+        f"not exact, left as it is unless asked for by name: {plan.preset.note}"
+        for plan in plans.values()
+        if plan.preset.probed and plan.preset.note
+    )
+    print(f"rounding_align: {'; '.join(lines)} ({'; '.join(origins)})", flush=True)
+    for line in _said(config):
+        print(f"rounding_align: {line}", flush=True)
+    return {role: plans[role].as_dict() if role in plans else "none" for role in ROLES}
 
-    values = {"actor": plain(sections["actor"].get(KEY))}
-    values["ref"] = plain(sections["ref"].get(KEY)) if KEY in sections["ref"] else values["actor"]
-    keys = {role: f"actor_rollout_ref.{role}.{KEY}" for role in ROLES}
+
+def _requests(config) -> dict:
+    """Return role -> Request; its key is the one that the user set. A preset that is named is checked at once."""
+    from ...engines.probe.result import is_file
+    from ...plan import AUTO, find_preset, parse_request
+
+    own = {role: f"actor_rollout_ref.{role}.{KEY}" for role in ROLES}
+    sections = {role: config.actor_rollout_ref[role] for role in ROLES}
+    if KEY not in sections["ref"]:
+        own["ref"], sections["ref"] = own["actor"], sections["actor"]
     # the value by itself first: a typing error is reported as such, whatever else the config holds
-    requests = {role: parse_request(values[role], keys[role]) for role in ROLES}
-    for request in requests.values():
+    found = {role: parse_request(plain(sections[role].get(KEY)), origin(config, own[role])) for role in ROLES}
+    for request in found.values():
         if request.engine not in (None, AUTO) and not is_file(request.engine):
             request.plan(find_preset(request.engine, f"{request.key} engine"))
-    resolved, lines, origins, engines = {}, [], [], {}
-    for role, request in requests.items():
-        if not request:
-            resolved[role] = "none"
-            continue
-        asked = repr((request.engine, request.auto))
-        if asked not in engines:
-            if request.auto:  # what needs no plan is checked before a minute of probing
-                _check_run(config)
-                _check_role(config, role, build_plan(tuple(GROUPS), presets.get("fp32")), keys[role])
-            engines[asked], origin = _preset(config, request)
-            origins.append(origin)
-        preset = engines[asked]
-        plan = request.plan(preset)
-        if not plan:
-            raise ValueError(
-                f"{keys[role]}={values[role]!r}: no group has an exact answer, nothing to align ({preset.note})"
-            )
-        _check_role(config, role, plan, keys[role])
-        if request.engine is None or preset.probed:
-            check_tensor_parallel(config.actor_rollout_ref.rollout, preset, plan, keys[role])
-        # a probe's points travel with the config: its file may not be where the workers are
-        engine = preset.as_dict() if preset.probed else preset.name
-        resolved[role] = {"regions": "+".join(plan.groups), "engine": engine}
-        if plan.backend != "auto":
-            resolved[role]["backend"] = plan.backend
-        lines.append(f"{role} {plan}")
-        if preset.probed and preset.note:
-            lines.append(f"not exact, left as it is unless asked for by name: {preset.note}")
-    if lines:
-        _check_run(config)
-        _check_shared_reference(config, resolved, use_reference_policy)
-        print(f"rounding_align: {'; '.join(lines)} ({'; '.join(origins)})", flush=True)
-    return resolved
+    return found
 
 
-def _preset(config, request):
+def _plan(config, role: str, request, engines: dict, origins: list):
+    """Return the Plan of a role that asks for one. ``engines`` keeps presets, ``origins`` says where they are from."""
+    from ...engines import presets
+    from ...engines.vllm.settings import check_tensor_parallel
+    from ...plan import build_plan
+    from ...regions import GROUPS
+
+    key = request.key.removesuffix(".regions")
+    asked = repr((request.engine, request.auto))
+    if asked not in engines:
+        if request.auto:  # what needs no plan is checked before a minute of probing
+            _check_run(config)
+            _check_role(config, role, build_plan(tuple(GROUPS), presets.get("fp32")), key)
+        engines[asked], where = _preset(config, request, key)
+        origins.append(where)
+    preset = engines[asked]
+    plan = request.plan(preset)
+    if not plan:
+        raise ValueError(
+            f"{request.key}={request.value!r}: no group has an exact answer, nothing to align ({preset.note})"
+        )
+    _check_role(config, role, plan, key)
+    if request.engine is None or preset.probed:
+        check_tensor_parallel(config.actor_rollout_ref.rollout, preset, plan.groups, key)
+    return plan
+
+
+def _preset(config, request, key: str):
     """Return (Preset, where it is from) of the engine that a role is aligned to."""
     from ...engines import auto, presets
     from ...engines.probe import result
     from ...engines.vllm.settings import rollout_engine
     from ...plan import find_preset
 
-    model = config.actor_rollout_ref.model
-    path = model.get("hf_config_path") or model.path
-    if request.engine is not None and not request.auto:
-        if not result.is_file(request.engine):
-            return find_preset(request.engine, f"{request.key} engine"), "preset named in the config"
-        engine = rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device, probed=True)
-        spec = auto.sized(path, engine) if _model_type(path) is not None else None
+    file = request.engine is not None and not request.auto
+    if file and not result.is_file(request.engine):
+        return find_preset(request.engine, f"{request.key} engine"), "preset named in the config"
+    path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
+    checkpoint = _checkpoint(path)
+    named = functools.partial(origin, config)
+    engine = rollout_engine(rollout, config.trainer.device, file or request.auto, checkpoint, key, named)
+    if file:
+        spec = auto.sized(path, engine) if checkpoint else None
         found = find_preset(request.engine, f"{request.key} engine", spec=spec, mode=engine.mode)
         return found, f"{engine}; {found.source}"
-    engine = rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device, probed=request.auto)
     if request.auto:
-        found, origin = auto.probe(os.path.expanduser(path), engine, request.key)
-        return found, f"{engine}; {origin}"
-    key = "actor_rollout_ref.rollout.name"
-    return presets.resolve("vllm", engine.version, engine.device, engine.eager, key=key), str(engine)
+        found, where = auto.probe(os.path.expanduser(path), engine, request.key)
+        return found, f"{engine}; {where}"
+    name = "actor_rollout_ref.rollout.name"
+    return presets.resolve("vllm", engine.version, engine.device, engine.eager, key=name), str(engine)
+
+
+def _checkpoint(path: str) -> dict:
+    """Return what matters of a model's config.json, from a folder or a hub name; empty where the driver cannot read it."""
+    file = os.path.join(os.path.expanduser(path), "config.json")
+    if os.path.isfile(file):
+        with open(file) as f:
+            return json.load(f)
+    if "://" in path or path.startswith(("/", "~", ".")):
+        return {}
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(path)[0]
+    except OSError:
+        return {}
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
 def _check_places(config) -> None:
@@ -123,125 +167,163 @@ def _check_places(config) -> None:
             )
 
 
-def _check_run(config) -> None:
-    """Raise unless the release of verl, its trainer and the model are ones that can be aligned."""
-    import verl
-    from packaging.version import Version
-
-    if not Version(VERL[0]) <= Version(verl.__version__) < Version(VERL[1]):
-        raise ValueError(
-            f"{KEY} works with verl >={VERL[0]},<{VERL[1]} (tested with {VERL_TESTED}); verl {verl.__version__} is installed"
-        )
-    if not config.trainer.get("use_v1", False):
-        raise ValueError(f"trainer.use_v1=False: {KEY} works with the V1 trainer; set trainer.use_v1=True")
-    from ...trainers import families
-    from ...trainers import huggingface as patch
-
-    patch.check_transformers()
-    path = config.actor_rollout_ref.model.get("hf_config_path") or config.actor_rollout_ref.model.path
-    model_type = _model_type(path)
-    if model_type is None:
-        print(f"rounding_align: no config.json to read at {path}; the workers check the model's family", flush=True)
-    else:
-        families.get(model_type, key=f"actor_rollout_ref.model.path={path!r}: model_type")
-
-
-def _model_type(path: str) -> str | None:
-    """Return ``model_type`` of a model's config.json, from a folder or a hub name; None where the driver cannot read it."""
-    file = os.path.join(os.path.expanduser(path), "config.json")
-    if os.path.isfile(file):
-        with open(file) as f:
-            return json.load(f).get("model_type")
-    if "://" in path or path.startswith(("/", "~", ".")):
-        return None
-    from transformers import PretrainedConfig
-
-    try:
-        return PretrainedConfig.get_config_dict(path)[0].get("model_type")
-    except OSError:
-        return None
-
-
-def _check_role(config, role: str, plan, key: str) -> None:
-    """Raise unless actor or ref can be aligned as its own settings are."""
-    from verl.utils.torch_dtypes import PrecisionType
-
-    section, model = config.actor_rollout_ref[role], config.actor_rollout_ref.model
-    what = f"{key}={'+'.join(plan.groups)!r}"
-    if section.strategy not in STRATEGIES:
-        raise ValueError(
-            f"actor_rollout_ref.{role}.strategy={section.strategy!r}: {what} works with {', '.join(STRATEGIES)}"
-        )
-    if model.get("use_liger", False):
-        raise ValueError(
-            f"actor_rollout_ref.model.use_liger=True: Liger's kernels replace {', '.join(EVERY_GROUP)}, "
-            f"so {what} cannot be applied; set use_liger=False or {KEY}=none"
-        )
-    # use_fused_kernels replaces the language-model head and the loss, which no region touches: nothing to refuse
-    if "swiglu" in plan.groups and model.get("tiled_mlp", {}).get("enabled", False):
-        raise ValueError(
-            f"actor_rollout_ref.model.tiled_mlp.enabled=True: it replaces the MLP's forward, so {what} cannot be "
-            "applied; set it to False or leave out swiglu"
-        )
-    parallel = section.fsdp_config.get("ulysses_sequence_parallel_size", 1) or 1
-    parallel = max(parallel, section.get("ulysses_sequence_parallel_size", 1) or 1)
-    if parallel > 1:
-        raise ValueError(
-            f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size={parallel}: {what} has not been tested with Ulysses "
-            f"sequence parallelism; set it to 1 or {KEY}=none"
-        )
-    mixed = section.fsdp_config.get("mixed_precision") or {}
-    where = f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.param_dtype"
-    dtype = PrecisionType.to_dtype(mixed.get("param_dtype", "bf16"))
-    if PrecisionType.is_fp32(dtype):
-        raise ValueError(
-            f"{where}={mixed.get('param_dtype')!r}: the trainer computes in fp32 and rounds nothing, so there is nothing "
-            f"for {what} to align; choose bf16 or fp16, or {KEY}=none"
-        )
-    name = config.actor_rollout_ref.rollout.get("dtype", "bfloat16")
-    engine = {"half": "fp16", "float": "fp32"}.get(name, name)
-    if engine != "auto" and PrecisionType.to_dtype(engine) != dtype:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.dtype={name!r}: {where} is {PrecisionType.to_str(dtype)}; "
-            f"{what} needs trainer and engine in one dtype"
-        )
-
-
-def _check_shared_reference(config, resolved: dict, use_reference_policy: bool) -> None:
-    """With LoRA the reference is the actor without its adapter: one model, one plan."""
-    model = config.actor_rollout_ref.model
-    rank = (model.get("lora") or {}).get("rank", 0) or 0
-    shared = rank > 0 or model.get("lora_rank", 0) > 0 or model.get("lora_adapter_path") is not None
-    if use_reference_policy and shared and resolved["ref"] != resolved["actor"]:
-        raise ValueError(
-            f"actor_rollout_ref.ref.{KEY}={resolved['ref']!r}: with LoRA the reference runs on the actor's model, which has "
-            f"{resolved['actor']!r}; leave out the ref's own value"
-        )
-
-
 def _check_metrics(config) -> None:
     """Raise where the mismatch metrics are asked for by name and cannot be computed."""
     value = config.trainer.get(METRICS)
     if value not in (None, True, False):
-        raise ValueError(f"{METRICS_KEY}={value!r}: choose from true, false, null (null: on where there are log-probs)")
+        raise ValueError(
+            f"{METRICS_KEY}={value!r}: choose from true, false, null (null: with the key every metric, without it those that "
+            "verl's own data give for free)"
+        )
     if value is not None and not config.trainer.get("use_v1", False):
         raise ValueError(
             f"{METRICS_KEY}={value!r}: only the V1 trainer reads it; set trainer.use_v1=True or leave it out"
         )
-    if value and metrics_obstacle(config):
-        raise ValueError(f"{METRICS_KEY}=True cannot be met: {metrics_obstacle(config)}")
+    obstacle = metrics_obstacle(config) if value else ""
+    if obstacle:
+        key, _, given = obstacle.partition(":")[0].partition("=")
+        raise ValueError(f"{METRICS_KEY}=True cannot be met: {obstacle}; set {key}={given != 'True'} or leave it out")
 
 
-def on_config(module) -> None:
+def _check_run(config) -> None:
+    """Raise unless the release of verl, its trainer and the model are ones that can be aligned."""
+    import verl
+    from packaging.specifiers import SpecifierSet
+
+    from ... import releases
+    from ...trainers import families
+    from ...trainers import huggingface as patch
+
+    releases.check("verl", verl.__version__, SpecifierSet(VERL), KEY, TESTED)
+    if not config.trainer.get("use_v1", False):
+        raise ValueError(f"trainer.use_v1=False: {KEY} works with the V1 trainer; set trainer.use_v1=True")
+    patch.check_transformers()
+    model = config.actor_rollout_ref.model
+    name = "hf_config_path" if model.get("hf_config_path") else "path"
+    checkpoint = _checkpoint(model[name])
+    if not checkpoint:
+        print(
+            f"rounding_align: no config.json to read at {model[name]}; the workers check the model's family", flush=True
+        )
+    else:
+        families.get(checkpoint.get("model_type"), key=f"actor_rollout_ref.model.{name}={model[name]!r}: model_type")
+    _check_angles(config)
+
+
+def _check_angles(config) -> None:
+    """Raise where only the trainer is told to rotate by other angles than the checkpoint's: the engine does not hear of it."""
+    from ...engines.vllm.settings import same_rope
+
+    checkpoint = _checkpoint(config.actor_rollout_ref.model.path)
+    for name, value in _trainer_overrides(config).items():
+        if name.startswith("rope_") and not same_rope(name, value, checkpoint):
+            raise ValueError(
+                f"actor_rollout_ref.model.override_config.{name}={value!r}: the trainer would rotate by other angles than the "
+                "engine, which is more than rounding; write it into the checkpoint's config.json, which both read, or leave "
+                "it out"
+            )
+
+
+def _trainer_overrides(config) -> dict:
+    """Return what the trainer's model config is changed by. Mirrors: verl 0.9.1 ``HFModelConfig``."""
+    found = plain(config.actor_rollout_ref.model.get("override_config")) or {}
+    return found.get("model_config", found)
+
+
+def _said(config):
+    """Yield what a user should know of settings that are neither refused nor part of a plan."""
+    from ...engines.vllm.settings import said
+
+    yield from said(config.actor_rollout_ref.rollout, functools.partial(origin, config))
+    overrides = _trainer_overrides(config)
+    dropout = overrides.get("attention_dropout")
+    where = "actor_rollout_ref.model.override_config.attention_dropout"
+    if dropout is None:
+        path = config.actor_rollout_ref.model.path
+        dropout, where = _checkpoint(path).get("attention_dropout"), f"{path}/config.json: attention_dropout"
+    if dropout:
+        yield (
+            f"{where}={dropout}: the update drops attention weights at random, which no engine does; log-probs and metrics "
+            "are computed without dropout"
+        )
+
+
+def _check_role(config, role: str, plan, key: str) -> None:
+    """Raise unless actor or ref can be aligned as its own settings are."""
+    from ...engines.vllm.settings import engine_args, engine_dtype, override
+    from ...regions import GROUPS
+
+    place, model = f"actor_rollout_ref.{role}", config.actor_rollout_ref.model
+    section = config.actor_rollout_ref[role]
+    what = f"{key}={'+'.join(plan.groups)!r}"
+    none = override(key, "none", there=True)
+    if section.strategy not in STRATEGIES:
+        raise ValueError(
+            f"{origin(config, f'{place}.strategy')}={section.strategy!r}: {what} works with {', '.join(STRATEGIES)}; set "
+            f"{none}"
+        )
+    if model.get("use_liger", False):
+        where = origin(config, "actor_rollout_ref.model.use_liger")
+        raise ValueError(
+            f"{where}=True: Liger's kernels replace {', '.join(GROUPS)}, so {what} cannot be applied; set {where}=False or "
+            f"{none}"
+        )
+    # use_fused_kernels replaces the language-model head and the loss, which no region touches: nothing to refuse.
+    # tiled_mlp is read by no engine of verl 0.9: apply_monkey_patch is called without it.
+    for name in (f"{place}.fsdp_config.ulysses_sequence_parallel_size", f"{place}.ulysses_sequence_parallel_size"):
+        owner = section.fsdp_config if "fsdp_config" in name else section
+        parallel = owner.get("ulysses_sequence_parallel_size", 1) or 1
+        if parallel > 1:
+            where = origin(config, name)
+            raise ValueError(
+                f"{where}={parallel}: {what} has not been tested with Ulysses sequence parallelism; set {where}=1 or {none}"
+            )
+    where = f"{place}.fsdp_config.mixed_precision.param_dtype"
+    dtype, given = compute_dtype(section)
+    if dtype == "float32":
+        there = override(where, "bf16", there=True)
+        raise ValueError(
+            f"{where}={given!r}: the trainer computes in fp32 and rounds nothing, so there is nothing for {what} to align; "
+            f"set {there} or {none}"
+        )
+    args = engine_args(config.actor_rollout_ref.rollout, functools.partial(origin, config))
+    engine = engine_dtype(args, _checkpoint(model.path))
+    if engine.value not in ("auto", dtype):
+        there = "mixed_precision" in section.fsdp_config
+        same = {"bfloat16": "bf16", "float16": "fp16"}.get(engine.value)
+        cures = [override(engine.key, dtype, there=True) if "engine_kwargs" in engine.key else f"{engine.key}={dtype}"]
+        cures += [override(where, same, there)] if same else []
+        raise ValueError(
+            f"{engine.key}={args['dtype'].value if 'dtype' in args else 'auto'!r}: {where} is {dtype}; {what} "
+            f"needs trainer and engine in one dtype; set {' or '.join(cures)}"
+        )
+
+
+def _check_shared_reference(config, plans: dict) -> None:
+    """With LoRA the reference is the actor without its adapter: one model, one plan."""
+    model = config.actor_rollout_ref.model
+    rank = (model.get("lora") or {}).get("rank", 0) or 0
+    shared = rank > 0 or model.get("lora_rank", 0) > 0 or model.get("lora_adapter_path") is not None
+    if shared and plans.get("ref") != plans.get("actor"):
+        mine, other = (str(plans.get(role, "none")) for role in ("ref", "actor"))
+        raise ValueError(
+            f"actor_rollout_ref.ref.{KEY}={mine!r}: with LoRA the reference runs on the actor's model, which has {other!r}; "
+            "leave out the ref's own value"
+        )
+
+
+def on_config(module) -> list[str]:
     """verl.utils.config: the key is checked where verl checks its config, in the driver before Ray starts."""
 
     def make(original):
-        def validate_config(config, use_reference_policy, use_critic):
+        def validate_config(*args, **kwargs):
             from omegaconf import open_dict
 
-            resolved = prepare(config, use_reference_policy)
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            config = given["config"]
+            resolved = prepare(config, given.get("use_reference_policy", True))
             take(config.actor_rollout_ref)  # verl's own dataclasses do not know the key
-            result = original(config, use_reference_policy, use_critic)
+            result = original(*args, **kwargs)
             for role, value in resolved.items():
                 with open_dict(config.actor_rollout_ref[role]):
                     config.actor_rollout_ref[role][KEY] = value
@@ -249,4 +331,4 @@ def on_config(module) -> None:
 
         return validate_config
 
-    wrap(module, "validate_config", make)
+    return wrap(module, "validate_config", make)

@@ -3,10 +3,9 @@
 import functools
 import inspect
 import os
-from collections.abc import Mapping
 
-from . import KEY, ROLES, VERL, VERL_TESTED
-from .config import take
+from . import KEY, ROLES, TESTED, VERL
+from .config import plans, take
 from .hooks import wrap
 
 
@@ -33,7 +32,7 @@ class AlignedEngine:
         if alignment is not None and not self.rounding_align_read:
             raise RuntimeError(
                 f"{KEY}: this model is aligned, and the trainer has not read its report; works with the V1 trainer of verl "
-                f">={VERL[0]},<{VERL[1]} (python -m verl.trainer.main_ppo) where verl_rounding_align is installed for every process"
+                f"{VERL} (python -m verl.trainer.main_ppo) where verl_rounding_align is installed for every process"
             )
         output = super().forward_backward_batch(*args, **kwargs)
         if alignment is not None:
@@ -66,7 +65,7 @@ def _register_engine(strategy: str) -> type:
         found = tuple(inspect.signature(getattr(base, name)).parameters)
         if found != parameters:
             raise RuntimeError(
-                f"{KEY} was tested with verl {VERL_TESTED}, where {base.__name__}.{name} takes {parameters}; here it takes {found}"
+                f"{KEY} was tested with verl {TESTED}, where {base.__name__}.{name} takes {parameters}; here it takes {found}"
             )
     cls = type(f"Aligned{base.__name__}", (AlignedEngine, base), {"__module__": __name__})
     # (device, vendor) wins over device alone in get_engine_cls; a plugin's entry there is our base, so it is stacked on
@@ -86,25 +85,26 @@ def _build_worker(worker_cls, role: str, plan, config):
     return worker_cls(config=config)
 
 
-def on_workers(module) -> None:
+def on_workers(module) -> list[str]:
     """verl.workers.engine_workers: the worker reads the key, and answers what it has patched."""
     worker = getattr(module, "ActorRolloutRefWorker", None)
     if worker is None:
-        return
+        return ["ActorRolloutRefWorker"]
 
     def make(original):
-        def init_model(self):
-            plans = _requests(self.config)
-            for role, plan in plans.items():
+        def init_model(self, *args, **kwargs):
+            asked = plans(self.config)
+            take(self.config)  # verl's own dataclasses do not know the key
+            for role, plan in asked.items():
                 name = f"{role}_worker_cls"
                 setattr(self, name, functools.partial(_build_worker, getattr(self, name), role, plan))
-            result = original(self)
-            for role in plans:
+            result = original(self, *args, **kwargs)
+            for role in asked:
                 built = getattr(self, role)
                 if built is not None and getattr(built.engine, "rounding_alignment", None) is None:
                     raise RuntimeError(
                         f"actor_rollout_ref.{role}.{KEY} was asked for and {type(built.engine).__name__} built its model "
-                        f"without it (tested with verl {VERL_TESTED})"
+                        f"without it (tested with verl {TESTED})"
                     )
             return result
 
@@ -114,25 +114,11 @@ def on_workers(module) -> None:
         """Return what is patched in this process: role -> plan, sites, forwards so far, sites not reached yet."""
         return {role: _report(getattr(self, role).engine) for role in ROLES if getattr(self, role) is not None}
 
-    wrap(worker, "init_model", make)
-    worker.rounding_align_report = module.register(dispatch_mode=module.Dispatch.ONE_TO_ALL)(rounding_align_report)
-
-
-def _requests(section) -> dict:
-    """Return role -> Plan for the roles to align, from the config as the driver wrote it; the key is removed."""
-    from ...plan import parse_plan
-
-    plans = {}
-    for role, value in take(section).items():
-        if value is None or value == "none":
-            continue
-        if not isinstance(value, Mapping) or not value.get("engine"):
-            raise RuntimeError(
-                f"actor_rollout_ref.{role}.{KEY}={value!r} was not checked by the driver: verl_rounding_align must be installed "
-                "where verl.trainer.main_ppo runs, and VERL_USE_EXTERNAL_PLUGINS must not exclude it"
-            )
-        plans[role] = parse_plan(value, key=f"actor_rollout_ref.{role}.{KEY}")
-    return plans
+    absent = wrap(worker, "init_model", make)
+    absent += [name for name in ("register", "Dispatch") if not hasattr(module, name)]
+    if not absent:
+        worker.rounding_align_report = module.register(dispatch_mode=module.Dispatch.ONE_TO_ALL)(rounding_align_report)
+    return absent
 
 
 def _report(engine) -> dict:
