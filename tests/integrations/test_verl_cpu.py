@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import pytest
+import stale
 
 pytestmark = pytest.mark.verl
 
@@ -17,6 +18,9 @@ pytestmark = pytest.mark.verl
 def python(code: str, **env: str) -> str:
     """Run code in a new process, where neither verl nor vLLM is imported yet, and return what it prints."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
+    base["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), base.get("PYTHONPATH", "")]
+    )  # stale_weights.py
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=base | {"OMP_NUM_THREADS": "1"} | env,
@@ -214,21 +218,19 @@ RELOAD = """
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "env, expected",
+    "platform, broken, expected",
     [
-        ({"VERL_PLATFORM": "cpu"}, ["tensor(True)"] * 3),
-        ({}, ["gone"]),
-        (
-            {"VERL_PLATFORM": "cpu", "VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS": "1"},
-            ["tensor(True)", "tensor(True)", "tensor(False)"],
-        ),
+        ("cpu", False, ["tensor(True)"] * 3),
+        ("", False, ["gone"]),
+        ("cpu", True, ["tensor(True)", "tensor(True)", "tensor(False)"]),
     ],
     ids=["plugin", "control: vLLM alone", "control: stale weights"],
 )
-def test_vllm_takes_new_weights_after_packing(env, expected):
+def test_vllm_takes_new_weights_after_packing(platform, broken, expected, tmp_path):
     """Error bound: the result is rounded to bf16 once (2^-9 relative) and summed in fp32; 0.02 of the largest is ample,
     and other weights are wrong by more than the largest."""
-    out = python(RELOAD, **env)
+    path = {"PYTHONPATH": stale.path(tmp_path)} if broken else {}
+    out = python(RELOAD, VERL_PLATFORM=platform, **path)
     assert [line for line in out.splitlines() if line in ("gone", "tensor(True)", "tensor(False)")] == expected
 
 
