@@ -18,9 +18,6 @@ pytestmark = pytest.mark.verl
 def python(code: str, **env: str) -> str:
     """Run code in a new process, where neither verl nor vLLM is imported yet, and return what it prints."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
-    base["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[1]), base.get("PYTHONPATH", "")]
-    )  # stale_weights.py
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=base | {"OMP_NUM_THREADS": "1"} | env,

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from ...files import read_yaml
 from .. import ENGINES, presets
 from ..auto import Rollout
 
@@ -207,10 +208,7 @@ def read_rollout(file, device: str, probed: bool) -> Rollout:
     """
     from omegaconf import OmegaConf
 
-    try:
-        config = OmegaConf.load(file)
-    except OSError as error:
-        raise ValueError(f"rollout-config={str(file)!r}: cannot be read: {error.strerror}") from error
+    config = read_yaml(file, "rollout-config")
     places = (OmegaConf.select(config, place) for place in (SECTION, "rollout"))
     section = next((found for found in places if found is not None), config)
     if not OmegaConf.is_dict(section) or "name" not in section:
