@@ -49,6 +49,44 @@ def test_every_field_moves_the_key_and_costs_the_verification(name):
     assert judge(CPU, [CPU], "row").status == judge(CPU, [other, CPU], "row").status == VERIFIED
 
 
+def test_a_pass_that_is_on_contradicts_and_one_that_is_off_or_matches_nothing_is_said():
+    fused, verified_with = replace(CPU, passes=("fuse_allreduce_rms",)), "row was verified with ()"
+    assert (judge(fused, [CPU], "row").status, judge(fused, [fused], "row").status) == (CONTRADICTED, VERIFIED)
+    assert judge(CPU, [fused], "row").status == UNVERIFIED
+    for name in ("fuse_act_quant", "fuse_rope_kvcache_cat_mla"):  # quantization, latent attention: there is none
+        inert = judge(replace(CPU, passes=(name,)), [CPU], "row")
+        assert (inert.status, inert.why) == (UNVERIFIED, f"the engine has passes=({name!r},), {verified_with}")
+    quantized = replace(CPU, quantization="fp8")
+    assert judge(replace(quantized, passes=("fuse_act_quant",)), [quantized], "row").status == CONTRADICTED
+
+
+def test_ranks_alone_contradict_nothing_and_are_never_passed_over():
+    """The all-reduce stores its sum in the model dtype, as one rank does; a pass that fuses it is what moves rounding."""
+    two = judge(replace(CPU, tensor_parallel=2), [CPU], "row")
+    assert (two.status, two.why) == (UNVERIFIED, "the engine has tensor_parallel=2, row was verified with 1")
+    both = judge(replace(CPU, tensor_parallel=2, passes=("fuse_allreduce_rms",)), [CPU], "row")
+    assert both.status == CONTRADICTED and "fuse_allreduce_rms" in both.why
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "status"),
+    [
+        ("bfloat16", "bfloat16", VERIFIED),
+        ("bfloat16", None, VERIFIED),
+        ("float16", "float16", UNVERIFIED),  # both alike, and the points were compared in bf16
+        ("float16", None, CONTRADICTED),
+        ("float16", "bfloat16", CONTRADICTED),
+        ("bfloat16", "float16", CONTRADICTED),
+        ("float32", "bfloat16", CONTRADICTED),
+    ],
+)
+def test_the_engines_dtype_is_judged_against_the_trainers(engine, trainer, status):
+    assert judge(replace(CPU, dtype=engine), [CPU], "row", trainer).status == status
+    unrun = presets.get("vllm_compiled_split").judge(replace(CPU, device="cuda", split=True, dtype=engine), trainer)
+    expected = CONTRADICTED if trainer not in (None, engine) or engine == "float32" else UNVERIFIED
+    assert unrun.status == expected
+
+
 def test_the_nearest_verified_engine_is_the_one_that_is_named():
     """One torch release away from one row, another mode than the other: unverified, not contradicted."""
     running = replace(CPU, torch="2.14.0")
@@ -113,7 +151,14 @@ def test_a_row_that_claims_bitwise_evidence_for_an_engine_names_the_engine(prese
                 custom_ops=("+rms_norm", "none"),
                 quantization="fp8",
                 model_impl="transformers",
+                passes=("fuse_allreduce_rms",),
             ).items()
+        ),
+        (
+            "vllm_compiled_split",
+            replace(CPU, device="cuda", split=True, passes=("fuse_norm_quant",)),
+            UNVERIFIED,
+            "vllm_compiled_split was not compared with an engine (",
         ),
         ("hf_eager", CPU, UNVERIFIED, "hf_eager describes no engine"),
     ],
@@ -121,6 +166,14 @@ def test_a_row_that_claims_bitwise_evidence_for_an_engine_names_the_engine(prese
 def test_a_row_that_nothing_was_compared_with_is_never_verified(name, running, status, why):
     judgement = presets.get(name).judge(running)
     assert judgement.status == status and judgement.why.startswith(why)
+
+
+def test_ranks_of_an_engine_that_nothing_was_compared_with_are_named():
+    row, running = presets.get("vllm_compiled_split"), replace(CPU, device="cuda", split=True)
+    assert (
+        row.judge(replace(running, tensor_parallel=2)).why
+        == row.judge(running).why + "; the engine has tensor_parallel=2"
+    )
 
 
 def test_a_release_that_calls_the_mode_level_is_read_and_one_without_either_is_missing():
@@ -170,7 +223,7 @@ def test_a_worker_that_cannot_say_what_it_is_says_why():
 @pytest.mark.vllm
 @pytest.mark.parametrize(("mode", "preset"), [("compiled", "vllm_compiled"), ("eager", "vllm_cpu")])
 def test_vllms_own_config_has_the_fingerprint_of_its_preset(mode, preset):
-    """Whole runs compare a real worker's: tests/test_quickstart.py."""
+    """Whole runs compare a real worker's: tests/recipes/test_quickstart.py."""
     layers = pytest.importorskip("verl_rounding_align.engines.vllm.layers")
     from verl_rounding_align.engines.vllm.fingerprint import of_config
 

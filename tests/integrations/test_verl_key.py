@@ -1,111 +1,40 @@
-"""The key in verl: where it is accepted, what the driver refuses, and what each worker must prove.
+"""The key in verl's config: where it is accepted, what the driver makes of it, and what it refuses.
 
-Contract: a bad value or setting fails in the driver, before Ray starts, with the key, the value and the choices; what
-was asked for and not applied stops the training; without the key nothing in verl's config or engines changes.
+Contract: a bad value or setting fails in the driver, before Ray starts, with the key that the user set, the value and the
+choices; an override that a message proposes can be copied; without the key nothing in verl's config changes.
 """
 
-import copy
-import functools
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("verl")
-import torch
-from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
-from tiny import tiny, tokens, verified
+from verl_config import KEY, REF, ROLLOUT, VLLM, probed, validate, values
 
-from verl_rounding_align import align
-from verl_rounding_align.engines import presets
-from verl_rounding_align.integrations.verl import hooks as integration
+from verl_rounding_align.engines.vllm import settings
+from verl_rounding_align.integrations.verl import NotApplied, driver, hooks
+from verl_rounding_align.integrations.verl import config as keys
 from verl_rounding_align.plan import parse_plan
 
 pytestmark = pytest.mark.verl
-KEY = "actor_rollout_ref.actor.rounding_align"
-REF = "actor_rollout_ref.ref.rounding_align"
-VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-ESCAPE = "or name the engine's preset: rounding_align={regions: ..., engine: ...}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Return a folder with a config.json, all that the driver reads of a model."""
-
-    @functools.cache
-    def make(model_type):
-        folder = tmp_path_factory.mktemp(model_type)
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        return str(folder)
-
-    return make
-
-
-@pytest.fixture
-def config(model, monkeypatch):
-    """Return a function: overrides -> verl's trainer config on a machine with vLLM 0.30.0 and CUDA."""
-    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
-
-    def make(*overrides, model_type="qwen3", **kwargs):
-        return composed(f"actor_rollout_ref.model.path={model(model_type)}", *overrides, **kwargs)
-
-    return make
-
-
-@pytest.fixture
-def updated(model, monkeypatch):
-    """Return a function like `config`, which applies the overrides to verl's composed config: a second faster."""
-    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
-    parser = OverridesParser.create()
-
-    def make(*overrides, model_type="qwen3"):
-        groups = [o for o in overrides if o.startswith("model_engine=")]
-        found = copy.deepcopy(stock(*groups))
-        rest = [o for o in overrides if o not in groups]
-        for override in parser.parse_overrides([f"actor_rollout_ref.model.path={model(model_type)}", *rest]):
-            OmegaConf.update(found, override.key_or_group, override.value(), force_add=True)
-        return found
-
-    return make
-
-
-def composed(*overrides, config_name="ppo_trainer", context=None):
-    base = [
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    ]
-    with context or initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(config_name, overrides=[*base, *overrides])
-
-
-stock = functools.cache(composed)
-
-
-def validate(config):
-    """Run verl's own check of its config, as its main does in the driver."""
-    from verl.utils.config import validate_config
-
-    validate_config(config, use_reference_policy=True, use_critic=False)
-
-
-def values(config):
-    section = config.actor_rollout_ref
-    return [integration._plain(section[role].get("rounding_align")) for role in ("actor", "ref")]
+ESCAPE = f"or name the engine's preset: '++{KEY}={{regions:all,engine:PRESET}}'"
+ASK = f"or let the engine be asked: ++{KEY}=auto"
+NONE = f"++{KEY}=none"
 
 
 # -------------------------------------------------------------------------------------------------------- acceptance
 
-ROPE = {"regions": "rope", "engine": "vllm_compiled_split"}
+ROPE = "rope: hf_eager -> vllm_compiled_split"
 
 
 @pytest.mark.parametrize(
@@ -116,17 +45,19 @@ ROPE = {"regions": "rope", "engine": "vllm_compiled_split"}
         ([f"+{KEY}=null"], "none", "none"),
         ([f"+{KEY}=rope", f"+{REF}=none"], ROPE, "none"),
         ([f"+{REF}=rope"], "none", ROPE),
-        ([f"+{KEY}=carry+rope"], {**ROPE, "regions": "rope+carry"}, {**ROPE, "regions": "rope+carry"}),
-        ([f"+{KEY}=[rope,swiglu]"], {**ROPE, "regions": "rope+swiglu"}, {**ROPE, "regions": "rope+swiglu"}),
-        ([f"+{KEY}=paper"], {**ROPE, "regions": "rope+swiglu+add_rms_norm"}, {**ROPE, "regions": "rope+swiglu+add_rms_norm"}),
-        ([f"+{KEY}={{regions: rope, engine: fp32}}"], {**ROPE, "engine": "fp32"}, {**ROPE, "engine": "fp32"}),
-        ([f"+{KEY}=rope", "actor_rollout_ref.rollout.enforce_eager=True"], {**ROPE, "engine": "vllm_cuda"}, {**ROPE, "engine": "vllm_cuda"}),
-        ([f"+{KEY}=rope", "trainer.device=cpu"], {**ROPE, "engine": "vllm_compiled"}, {**ROPE, "engine": "vllm_compiled"}),
+        ([f"+{KEY}=carry+rope"], *["rope+carry: hf_eager -> vllm_compiled_split"] * 2),
+        ([f"+{KEY}=[rope,swiglu]"], *["rope+swiglu: hf_eager -> vllm_compiled_split"] * 2),
+        ([f"+{KEY}=paper"], *["rope+swiglu+add_rms_norm: hf_eager -> vllm_compiled_split"] * 2),
+        ([f"+{KEY}={{regions: rope, engine: fp32}}"], *["rope: hf_eager -> fp32"] * 2),
+        ([f"+{KEY}=rope", f"{ROLLOUT}.enforce_eager=True"], *["rope: hf_eager -> vllm_cuda"] * 2),
+        ([f"+{KEY}=rope", "trainer.device=cpu"], *["rope: hf_eager -> vllm_compiled"] * 2),
         (["+rounding_align=rope"], ROPE, ROPE),
         (["+rounding_align=none"], "none", "none"),
         (["+rounding_align=rope", f"{REF}=none"], ROPE, "none"),
         ([f"+{KEY}=rope", "actor_rollout_ref.actor.strategy=fsdp2"], ROPE, ROPE),
         ([f"+{KEY}=rope", "actor_rollout_ref.model.use_fused_kernels=True"], ROPE, ROPE),
+        # verl 0.9's engines read tiled_mlp nowhere
+        ([f"+{KEY}=paper", "actor_rollout_ref.model.tiled_mlp.enabled=True"], *["rope+swiglu+add_rms_norm: hf_eager -> vllm_compiled_split"] * 2),
     ],
 )  # fmt: skip
 def test_accepted_and_resolved(config, overrides, actor, ref):
@@ -179,10 +110,11 @@ def test_verl_itself_refuses_the_key(config):
 
 # ------------------------------------------------------------------------------------------------------------ errors
 
+PARAM = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
 CHOICES = "choose from none, rope, swiglu, add_rms_norm, carry, paper, all, auto (join with +)"
 LIGER = (
     "actor_rollout_ref.model.use_liger=True: Liger's kernels replace rope, swiglu, add_rms_norm, carry, so {}='swiglu' "
-    "cannot be applied; set use_liger=False or rounding_align=none"
+    f"cannot be applied; set actor_rollout_ref.model.use_liger=False or {NONE}"
 )
 ERRORS = {
     "unknown region": ([f"+{KEY}=ropee"], f"{KEY}='ropee': unknown region 'ropee'; {CHOICES}"),
@@ -207,31 +139,40 @@ ERRORS = {
     ),
     "strategy": (
         [f"+{KEY}=rope", "model_engine=megatron"],
-        f"actor_rollout_ref.actor.strategy='megatron': {KEY}='rope' works with fsdp, fsdp2",
+        f"actor_rollout_ref.actor.strategy='megatron': {KEY}='rope' works with fsdp, fsdp2; set {NONE}",
     ),
     "torchtitan": (
         [f"+{KEY}=rope", "model_engine=torchtitan"],
-        f"actor_rollout_ref.actor.strategy='torchtitan': {KEY}='rope' works with fsdp, fsdp2",
+        f"actor_rollout_ref.actor.strategy='torchtitan': {KEY}='rope' works with fsdp, fsdp2; set {NONE}",
     ),
     "veomni": (
         [f"+{KEY}=rope", "model_engine=veomni"],
-        f"actor_rollout_ref.actor.strategy='veomni': {KEY}='rope' works with fsdp, fsdp2",
+        f"actor_rollout_ref.actor.strategy='veomni': {KEY}='rope' works with fsdp, fsdp2; set {NONE}",
     ),
     "ref strategy": (
         [f"+{REF}=rope", "actor_rollout_ref.ref.strategy=veomni"],
-        f"actor_rollout_ref.ref.strategy='veomni': {REF}='rope' works with fsdp, fsdp2",
+        f"actor_rollout_ref.ref.strategy='veomni': {REF}='rope' works with fsdp, fsdp2; set ++{REF}=none",
+    ),
+    # what the reference takes over from the actor is named by the actor's key, and so is a setting that it takes over
+    "ref strategy, actor's key": (
+        [f"+{KEY}=rope", "actor_rollout_ref.ref.strategy=veomni"],
+        f"actor_rollout_ref.ref.strategy='veomni': {KEY}='rope' works with fsdp, fsdp2; set {NONE}",
+    ),
+    "ref takes over the actor's strategy": (
+        [f"+{REF}=rope", "actor_rollout_ref.actor.strategy=veomni"],
+        f"actor_rollout_ref.actor.strategy='veomni': {REF}='rope' works with fsdp, fsdp2; set ++{REF}=none",
     ),
     "liger": ([f"+{KEY}=swiglu", "actor_rollout_ref.model.use_liger=True"], LIGER.format(KEY)),
-    "liger, ref": ([f"+{REF}=swiglu", "actor_rollout_ref.model.use_liger=True"], LIGER.format(REF)),
-    "tiled MLP": (
-        [f"+{KEY}=paper", "actor_rollout_ref.model.tiled_mlp.enabled=True"],
-        "actor_rollout_ref.model.tiled_mlp.enabled=True: it replaces the MLP's forward, so "
-        f"{KEY}='rope+swiglu+add_rms_norm' cannot be applied; set it to False or leave out swiglu",
-    ),
+    "liger, ref": ([f"+{REF}=swiglu", "actor_rollout_ref.model.use_liger=True"], LIGER.format(REF).replace(NONE, f"++{REF}=none")),
     "Ulysses": (
         [f"+{KEY}=rope", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2: "
-        f"{KEY}='rope' has not been tested with Ulysses sequence parallelism; set it to 1 or rounding_align=none",
+        f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2: {KEY}='rope' has not been tested with Ulysses "
+        f"sequence parallelism; set actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1 or {NONE}",
+    ),
+    "Ulysses, ref takes over the actor's": (
+        [f"+{REF}=rope", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
+        f"actor_rollout_ref.actor.ulysses_sequence_parallel_size=2: {REF}='rope' has not been tested with Ulysses sequence "
+        f"parallelism; set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 or ++{REF}=none",
     ),
     "empty list": (
         [f"+{KEY}=[]"],
@@ -251,14 +192,24 @@ ERRORS = {
         "rounding_align_metrics=True: nothing reads this key here; choose trainer.rounding_align_metrics",
     ),
     "fp32": (
-        [f"+{KEY}=rope", "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"],
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype='fp32': the trainer computes in fp32 and rounds "
-        f"nothing, so there is nothing for {KEY}='rope' to align; choose bf16 or fp16, or rounding_align=none",
+        [f"+{KEY}=rope", f"+{PARAM}=fp32"],
+        f"{PARAM}='fp32': the trainer computes in fp32 and rounds nothing, so there is nothing for {KEY}='rope' to align; set "
+        f"++{PARAM}=bf16 or {NONE}",
     ),
     "two dtypes": (
-        [f"+{KEY}=rope", "actor_rollout_ref.rollout.dtype=half"],
-        "actor_rollout_ref.rollout.dtype='half': actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype is bf16; "
-        f"{KEY}='rope' needs trainer and engine in one dtype",
+        [f"+{KEY}=rope", f"{ROLLOUT}.dtype=half"],
+        f"{ROLLOUT}.dtype='half': {PARAM} is bfloat16; {KEY}='rope' needs trainer and engine in one dtype; set "
+        f"{ROLLOUT}.dtype=bfloat16 or +{PARAM}=fp16",
+    ),
+    "two dtypes, engine_kwargs win": (
+        [f"+{KEY}=rope", f"+{VLLM}.dtype=float16"],
+        f"{VLLM}.dtype='float16': {PARAM} is bfloat16; {KEY}='rope' needs trainer and engine in one dtype; set "
+        f"++{VLLM}.dtype=bfloat16 or +{PARAM}=fp16",
+    ),
+    "an engine in fp32": (
+        [f"+{KEY}=rope", f"+{VLLM}.dtype=float32"],
+        f"{VLLM}.dtype='float32': {PARAM} is bfloat16; {KEY}='rope' needs trainer and engine in one dtype; set "
+        f"++{VLLM}.dtype=bfloat16",
     ),
     "V0": (
         [f"+{KEY}=rope", "trainer.use_v1=False"],
@@ -269,17 +220,61 @@ ERRORS = {
         f"{REF}='none': with LoRA the reference runs on the actor's model, which has {ROPE!r}; leave out the ref's own value",
     ),
     "batch invariant": (
-        [f"+{KEY}=rope", "actor_rollout_ref.rollout.full_determinism=True"],
-        "actor_rollout_ref.rollout.full_determinism=True (or VLLM_BATCH_INVARIANT=1): vLLM's batch-invariant kernels round "
-        "elsewhere and no preset covers them; switch it off, or let the engine be asked: rounding_align=auto",
+        [f"+{KEY}=rope", f"{ROLLOUT}.full_determinism=True"],
+        f"{ROLLOUT}.full_determinism=True: vLLM's batch-invariant kernels round elsewhere and no preset covers them; set "
+        f"{ROLLOUT}.full_determinism=False, {ASK}",
     ),
     "quantized": (
-        [f"+{KEY}=rope", "actor_rollout_ref.rollout.quantization=fp8"],
-        f"actor_rollout_ref.rollout.quantization: no preset covers a quantized rollout; switch it off, {ESCAPE}",
+        [f"+{KEY}=rope", f"{ROLLOUT}.quantization=fp8"],
+        f"{ROLLOUT}.quantization='fp8': quantized layers round elsewhere, and no preset covers it; leave it out, {ESCAPE}",
+    ),
+    "quantized, the engine's own argument": (
+        [f"+{KEY}=rope", f"+{VLLM}.quantization=fp8"],
+        f"{VLLM}.quantization='fp8': quantized layers round elsewhere, and no preset covers it; leave it out, {ESCAPE}",
+    ),
+    "quantized while training": (
+        [f"+{KEY}=rope", "actor_rollout_ref.actor.fsdp_config.qat.enable=True"],
+        f"actor_rollout_ref.actor.fsdp_config.qat.enable=True: quantized layers round elsewhere and no preset covers it; leave it out, {ESCAPE}",
     ),
     "Transformers' models": (
         [f"+{KEY}=rope", f"+{VLLM}.model_impl=transformers"],
-        f"{VLLM}.model_impl='transformers': it moves vLLM's rounding and no preset covers it; leave it out, {ESCAPE}",
+        f"{VLLM}.model_impl='transformers': Transformers' model code inside vLLM rounds elsewhere, and no preset covers it; "
+        f"leave it out, {ESCAPE}",
+    ),
+    "written as on a command line": (
+        [f"+{KEY}=rope", f"+{VLLM}.model-impl=transformers"],
+        f"{VLLM}.model-impl='transformers': Transformers' model code inside vLLM rounds elsewhere, and no preset covers it; "
+        f"leave it out, {ESCAPE}",
+    ),
+    "KV cache": (
+        [f"+{KEY}=rope", f"+{VLLM}.kv_cache_dtype=fp8"],
+        f"{VLLM}.kv_cache_dtype='fp8': keys and values would be stored in fewer bits, and no preset covers it; leave it out, "
+        f"{ESCAPE}",
+    ),
+    "pipeline": (
+        [f"+{KEY}=rope", f"+{VLLM}.pipeline_parallel_size=2"],
+        f"{VLLM}.pipeline_parallel_size=2: the residual stream is stored where one rank hands it on, and no preset covers it; "
+        f"leave it out, {ESCAPE}",
+    ),
+    "another model for the engine": (
+        [f"+{KEY}=rope", f"+{VLLM}.hf_overrides.hidden_act=gelu"],
+        f"{VLLM}.hf_overrides.hidden_act='gelu': it changes the engine's model only, and no preset covers it; write it into "
+        f"the checkpoint's config.json, which both read, or leave it out, {ESCAPE}",
+    ),
+    "other angles for the engine": (
+        [f"+{KEY}=rope", f"+{VLLM}.hf_overrides='{{\"rope_theta\": 1e6}}'"],
+        f"{VLLM}.hf_overrides.rope_theta=1000000.0: the engine would rotate by other angles than the trainer, which is more "
+        "than rounding; write it into the checkpoint's config.json, which both read, or leave it out",
+    ),
+    "other angles for the trainer": (
+        [f"+{KEY}=swiglu", "+actor_rollout_ref.model.override_config.rope_scaling={rope_type: yarn, factor: 2.0}"],
+        "actor_rollout_ref.model.override_config.rope_scaling={'rope_type': 'yarn', 'factor': 2.0}: the trainer would rotate "
+        "by other angles than the engine, which is more than rounding; write it into the checkpoint's config.json, which both "
+        "read, or leave it out",
+    ),
+    "compilation_config is not JSON": (
+        [f"+{KEY}=rope", f"+{VLLM}.compilation_config='mode: 3'"],
+        f"{VLLM}.compilation_config='mode: 3': not JSON: Expecting value: line 1 column 1 (char 0)",
     ),
     "compilation mode": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.mode=1"],
@@ -288,37 +283,48 @@ ERRORS = {
     "custom ops": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"],
         f"{VLLM}.compilation_config.custom_ops=['+rms_norm']: it moves vLLM's rounding; presets cover ['none'] only "
-        "(the default here); leave it out, or let the engine be asked: rounding_align=auto",
+        f"(the default here); leave it out, {ASK}",
     ),
     "fusion pass": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=True"],
         f"{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=True: it fuses across regions and no preset "
-        f"covers it; set it to False, {ESCAPE}",
+        f"covers it; set ++{VLLM}.compilation_config.pass_config.enable_qk_norm_rope_fusion=False, {ESCAPE}",
     ),
     "unknown compilation setting": (
         [f"+{KEY}=rope", f"+{VLLM}.compilation_config.splitting_ops=[]"],
         f"{VLLM}.compilation_config.splitting_ops=[]: it may move vLLM's rounding and no preset covers it; leave it out, "
         f"{ESCAPE}",
     ),
-    "tensor parallel": (
-        [f"+{KEY}=add_rms_norm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: vLLM may fuse the all-reduce with add and norm, which moves "
-        f"the rounding of {KEY}='add_rms_norm'; set "
-        f"{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False, or leave out add_rms_norm",
-    ),
+    **{
+        f"tensor parallel, {name}": (
+            [f"+{KEY}=add_rms_norm", *overrides],
+            f"{key}=2: vLLM may fuse the all-reduce with add and norm, which moves the rounding of {KEY}='add_rms_norm'; set "
+            f"+{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False, or leave out add_rms_norm",
+        )
+        for name, key, overrides in (
+            ("rollout", f"{ROLLOUT}.tensor_model_parallel_size", [f"{ROLLOUT}.tensor_model_parallel_size=2"]),
+            ("engine_kwargs win", f"{VLLM}.tensor_parallel_size", [f"+{VLLM}.tensor_parallel_size=2"]),
+            (
+                "replicas that decode",
+                f"{ROLLOUT}.disaggregation.decode_tensor_model_parallel_size",
+                [f"{ROLLOUT}.disaggregation.enabled=True", f"{ROLLOUT}.disaggregation.decode_tensor_model_parallel_size=2"],
+            ),
+        )
+    },
     "metrics without log-probs": (
         ["+trainer.rounding_align_metrics=True", "actor_rollout_ref.rollout.calculate_log_probs=False"],
         "trainer.rounding_align_metrics=True cannot be met: actor_rollout_ref.rollout.calculate_log_probs=False: the "
-        "rollout engine returns no log-probs",
+        "rollout engine returns no log-probs; set actor_rollout_ref.rollout.calculate_log_probs=True or leave it out",
     ),
     "metrics in bypass mode": (
         ["+trainer.rounding_align_metrics=True", "algorithm.rollout_correction.bypass_mode=True"],
         "trainer.rounding_align_metrics=True cannot be met: algorithm.rollout_correction.bypass_mode=True: the trainer "
-        "computes no log-probs of its own",
+        "computes no log-probs of its own; set algorithm.rollout_correction.bypass_mode=False or leave it out",
     ),
     "metrics switch": (
         ["+trainer.rounding_align_metrics=yess"],
-        "trainer.rounding_align_metrics='yess': choose from true, false, null (null: on where there are log-probs)",
+        "trainer.rounding_align_metrics='yess': choose from true, false, null (null: with the key every metric, without "
+        "it those that verl's own data give for free)",
     ),
     "metrics, V0": (
         ["+trainer.rounding_align_metrics=False", "trainer.use_v1=False"],
@@ -338,8 +344,59 @@ def test_the_driver_refuses(updated, case):
 @pytest.mark.parametrize("case", [case for case in ERRORS if not case.startswith(("metrics", "key under"))])
 def test_the_same_settings_are_accepted_with_none(updated, case):
     """Negative control: it is the alignment that is refused, not the setting."""
-    overrides = [f"+{KEY}=none" if KEY in o else f"+{REF}=none" if REF in o else o for o in ERRORS[case][0]]
-    assert set(integration.prepare(updated(*dict.fromkeys(overrides))).values()) == {"none"}
+    overrides = [f"+{KEY}=none" if "rounding_align=" in o else o for o in ERRORS[case][0] if REF not in o]
+    assert set(driver.prepare(updated(f"+{KEY}=none", *overrides)).values()) == {"none"}
+
+
+def proposed(message: str) -> list[str]:
+    """Return the overrides that a message tells the user to set, as a shell would hand them on."""
+    key = r"(?:actor_rollout_ref|trainer|algorithm)\.[\w.]+"
+    return [
+        shlex.split(x)[0] for x in re.findall(rf"(?:set|or|asked:|preset:) ('?\+*{key}=(?:\{{[^']*\}}'|\w+))", message)
+    ]
+
+
+PROPOSALS = {case: proposed(message) for case, (_, message) in ERRORS.items()}
+
+
+def test_the_messages_propose_what_they_should():
+    assert PROPOSALS["liger"] == ["actor_rollout_ref.model.use_liger=False", NONE]
+    off = f"{VLLM}.compilation_config.pass_config"
+    named = f"++{KEY}={{regions:all,engine:PRESET}}"
+    assert PROPOSALS["fusion pass"] == [f"++{off}.enable_qk_norm_rope_fusion=False", named]
+    assert PROPOSALS["tensor parallel, rollout"] == [f"+{off}.fuse_allreduce_rms=False"]
+    assert PROPOSALS["V0"] == ["trainer.use_v1=True"] and PROPOSALS["compilation mode"] == []
+
+
+def test_an_overlay_is_named_by_the_key_that_it_sets(config):
+    overrides, message = ERRORS["ref strategy, actor's key"]
+    with pytest.raises(ValueError) as error:
+        driver.prepare(config("+rounding_align=rope", *overrides[1:]))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("case", "override"),
+    [
+        pytest.param(case, override, id=f"{case}: {override}")
+        for case, found in PROPOSALS.items()
+        for override in found
+        if case not in ("liger, ref", "veomni", "torchtitan")  # as others
+    ],
+)
+def test_an_override_that_a_message_proposes_can_be_copied(config, monkeypatch, case, override):
+    """Behind the user's own overrides, composed by Hydra on verl's real config; what was refused is so no more. A setting
+    of the actor may then be refused for the reference, with an override of its own."""
+    overrides, number = list(ERRORS[case][0]), PROPOSALS[case].index(override)
+    if "auto" in override:
+        monkeypatch.setattr("verl_rounding_align.engines.auto.probe", lambda *args: (probed(), "probed now, FILE"))
+    overrides.append(override.replace("PRESET", "vllm_cuda"))
+    found = config(*overrides)
+    try:
+        driver.prepare(found)
+    except ValueError as error:
+        assert ".ref." in str(error) and str(error) != ERRORS[case][1]
+        driver.prepare(config(*overrides, proposed(str(error))[number]))
 
 
 def test_unsupported_family(updated):
@@ -355,7 +412,7 @@ def test_unsupported_family(updated):
 
 def test_a_family_that_the_driver_cannot_read_is_left_to_the_workers(updated, capsys):
     found = updated(f"+{KEY}=rope", "actor_rollout_ref.model.path=hdfs://store/model")
-    integration.prepare(found)
+    driver.prepare(found)
     assert capsys.readouterr().out.splitlines()[0] == (
         "rounding_align: no config.json to read at hdfs://store/model; the workers check the model's family"
     )
@@ -400,24 +457,126 @@ def test_other_releases_of_transformers_are_refused(updated, monkeypatch):
 )
 def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager):
     config = updated(*overrides)
-    found = integration.rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device)
+    found = settings.rollout_engine(config.actor_rollout_ref.rollout, config.trainer.device)
     assert (found.eager, found.device) == (eager, "cuda")
 
 
 def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):
     off = f"+{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False"
-    integration.prepare(updated(*ERRORS["tensor parallel"][0], off))
+    driver.prepare(updated(*ERRORS["tensor parallel, rollout"][0], off))
+
+
+# ----------------------------------------------------------------------------------------- settings that do not matter
+
+
+def test_settings_of_a_reference_that_is_not_used_do_not_matter(updated):
+    overrides = [f"+{KEY}=rope", "actor_rollout_ref.ref.strategy=veomni", f"+{REF}=carry"]
+    found = updated(*overrides)
+    validate(found, use_reference_policy=False)
+    assert values(found) == [ROPE, "none"]
+    with pytest.raises(ValueError, match="ref.strategy='veomni'"):  # control: where it is used
+        driver.prepare(updated(*overrides))
+    with pytest.raises(ValueError, match="unknown region 'ropee'"):  # what nobody can mean is still said
+        driver.prepare(updated(f"+{KEY}=rope", f"+{REF}=ropee"), use_reference_policy=False)
+
+
+@pytest.mark.parametrize("name", [name for name, row in settings.SETTINGS.items() if row.done == settings.REFUSED])
+def test_every_setting_that_is_refused_has_values_that_are_not(updated, name):
+    for safe in settings.SETTINGS[name].safe:
+        driver.prepare(updated(f"+{KEY}=rope", f"+{VLLM}.{name}={settings._hydra(safe)}"))
+    with pytest.raises(ValueError, match=rf"^{re.escape(VLLM)}\.{name}"):
+        driver.prepare(updated(f"+{KEY}=rope", f"+{VLLM}.{name}={'{x:y}' if name == 'hf_overrides' else 'other'}"))
+
+
+def test_a_head_in_fp32_is_no_matter_to_any_region(updated):
+    driver.prepare(updated(f"+{KEY}=rope", f"+{VLLM}.hf_overrides.head_dtype=float32"))
+
+
+def described(model, **fields):
+    """Write a config.json, with these fields, for a model of the driver's."""
+    folder = Path(model("qwen3")).with_name("described")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **fields}))
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+def test_angles_that_the_checkpoint_has_anyway_are_accepted(updated, model):
+    path = described(model, rope_parameters={"rope_theta": 1e6})
+    for where in (f"+{VLLM}.hf_overrides", "+actor_rollout_ref.model.override_config"):
+        driver.prepare(updated(path, f"+{KEY}=rope", f"{where}.rope_theta=1e6"))
+        with pytest.raises(ValueError, match="rotate by other angles"):
+            driver.prepare(updated(path, f"+{KEY}=rope", f"{where}.rope_theta=1e4"))
+
+
+def test_a_quantized_checkpoint_is_refused(updated, model):
+    path = described(model, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError) as error:
+        driver.prepare(updated(path, f"+{KEY}=rope"))
+    assert str(error.value) == (
+        "actor_rollout_ref.model.path: its config.json has a quantization_config (fp8): quantized layers round elsewhere, and "
+        f"no preset covers it; take a checkpoint that is not quantized, {ESCAPE}"
+    )
+    driver.prepare(updated(path, f"+{KEY}={{regions: rope, engine: vllm_cuda}}"))
+
+
+@pytest.mark.parametrize(("stored", "accepted"), [("bfloat16", True), ("float16", False), ("float32", True)])
+def test_the_engines_auto_dtype_is_the_checkpoints(updated, model, stored, accepted):
+    """fp32 checkpoints are cast to what the platform prefers, which only the engine knows: its fingerprint is judged."""
+    config = updated(described(model, dtype=stored), f"+{KEY}=rope", f"+{VLLM}.dtype=auto")
+    if accepted:
+        driver.prepare(config)
+        return
+    with pytest.raises(ValueError, match=rf"^{re.escape(VLLM)}\.dtype='auto': "):
+        driver.prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            [f"+{VLLM}.speculative_config={{method: ngram}}"],
+            f"{VLLM}.speculative_config: the model itself scores every token that a draft proposes, with kernels for several "
+            "tokens",
+        ),
+        (
+            ["actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"],
+            "actor_rollout_ref.model.mtp.enable_rollout=True: the model itself scores every token that a draft proposes, with kernels for "
+            "several tokens",
+        ),
+        (
+            ["+actor_rollout_ref.model.override_config.attention_dropout=0.1"],
+            "actor_rollout_ref.model.override_config.attention_dropout=0.1: the update drops attention weights at random, "
+            "which no engine does; log-probs and metrics are computed without dropout",
+        ),
+    ],
+)
+def test_settings_that_are_said(updated, capsys, overrides, line):
+    driver.prepare(updated(f"+{KEY}=rope", *overrides))
+    assert f"rounding_align: {line}\n" in capsys.readouterr().out
+    driver.prepare(updated(f"+{KEY}=rope"))
+    assert line not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", [f"+{KEY}=rope", f"+{KEY}=none", "+trainer.rounding_align_metrics=True"])
+def test_a_method_of_verl_that_a_hook_does_not_find_stops_who_asked(updated, monkeypatch, asked):
+    monkeypatch.setitem(hooks.ABSENT, "verl.trainer.ppo.v1.trainer_base", ["PPOTrainer._compute_metrics"])
+    with pytest.raises(NotApplied) as error:
+        driver.prepare(updated(asked))
+    what = "trainer.rounding_align_metrics=True" if "metrics" in asked else "rounding_align"
+    assert str(error.value) == (
+        f"{what}: verl 0.9.1 has no verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics, which this package extends; "
+        "it works with verl >=0.9,<0.10 (tested with 0.9.1)"
+    )
+    driver.prepare(updated())  # who did not ask does not notice
+
+
+def test_every_hook_finds_what_it_extends_in_the_installed_verl(updated):
+    driver.prepare(updated(f"+{KEY}=rope"))
+    assert {module: names for module, names in hooks.ABSENT.items() if names} == {}
+    assert set(hooks.ABSENT) == {name for name in hooks.HOOKS if "vllm" not in name}
 
 
 # ------------------------------------------------------------------------------------------------------ a probed engine
-
-EAGER = verified("vllm_cpu")
-
-
-def probed(note="", **evidence):
-    """Return the preset that a probe would give: vLLM-CPU's eager points, under a name of their own."""
-    row = presets.get("vllm_cpu")
-    return replace(row, name="probed-1234", note=note, evidence={**row.evidence, **evidence})
 
 
 @pytest.fixture
@@ -436,26 +595,25 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("value", ["auto", "{regions:all,engine:auto}", "{regions:auto}"])
 def test_auto_is_resolved_in_the_driver_and_travels_with_the_config(updated, asked, value, capsys):
     config = updated(f"+{KEY}={value}", "actor_rollout_ref.rollout.enforce_eager=True", "trainer.device=cpu")
-    written = integration.prepare(config)
+    written = driver.prepare(config)
     (call,) = asked  # once for both roles
     assert call[0] == config.actor_rollout_ref.model.path
     assert (call[1].version, call[1].device, call[1].mode) == ("0.30.0", "cpu", "eager")
-    assert written["actor"] == written["ref"] and written["actor"]["engine"] == probed().as_dict()
-    section = OmegaConf.create({"actor": {"rounding_align": written["actor"]}, "ref": {}})
-    plan = integration._requests(section)["actor"]  # as a worker reads it
-    assert plan == parse_plan("all", probed()) and plan.engine == "probed-1234"
+    assert written["actor"] == written["ref"] and written["actor"]["preset"] == probed().as_dict()
+    plan = keys.plans(OmegaConf.create({"actor": {"rounding_align": written["actor"]}, "ref": {}}))["actor"]
+    assert plan == parse_plan("all", probed()) and plan.preset == probed()  # as a worker reads it
     assert "actor rope+swiglu+add_rms_norm+carry: hf_eager -> probed-1234" in capsys.readouterr().out
 
 
 def test_auto_probes_with_the_settings_that_presets_refuse(updated, asked):
     custom = f"+{VLLM}.compilation_config.custom_ops=[+rms_norm]"
-    integration.prepare(updated(f"+{KEY}=auto", custom, "actor_rollout_ref.rollout.full_determinism=True"))
+    driver.prepare(updated(f"+{KEY}=auto", custom, "actor_rollout_ref.rollout.full_determinism=True"))
     assert asked[0][1].compilation == {"custom_ops": ["+rms_norm"]}
     assert asked[0][1].environment == {"VLLM_BATCH_INVARIANT": "1"}
     for name in ("quantized", "Transformers' models", "fusion pass", "compilation mode"):
         overrides, message = ERRORS[name]
         with pytest.raises(ValueError) as error:
-            integration.prepare(updated(f"+{KEY}=auto", *overrides[1:]))
+            driver.prepare(updated(f"+{KEY}=auto", *overrides[1:]))
         assert str(error.value) == message
     assert len(asked) == 1
 
@@ -463,24 +621,24 @@ def test_auto_probes_with_the_settings_that_presets_refuse(updated, asked):
 def test_a_probe_of_one_rank_does_not_speak_for_a_fused_all_reduce(updated, monkeypatch):
     compiled = replace(probed(), device="cuda", eager=False)
     monkeypatch.setattr("verl_rounding_align.engines.auto.probe", lambda *args: (compiled, "probed now, FILE"))
-    overrides, message = ERRORS["tensor parallel"]
+    overrides, message = ERRORS["tensor parallel, rollout"]
     assert "vLLM may fuse the all-reduce with add and norm" in message
     for value in ("auto", "{regions:all,engine:auto}"):
         with pytest.raises(ValueError, match="vLLM may fuse the all-reduce with add and norm"):
-            integration.prepare(updated(f"+{KEY}={value}", *overrides[1:]))
+            driver.prepare(updated(f"+{KEY}={value}", *overrides[1:]))
 
 
 def test_what_needs_no_plan_is_checked_before_the_probe(updated, asked):
     with pytest.raises(ValueError, match="use_liger=True"):
-        integration.prepare(updated(f"+{KEY}=auto", "actor_rollout_ref.model.use_liger=True"))
+        driver.prepare(updated(f"+{KEY}=auto", "actor_rollout_ref.model.use_liger=True"))
     assert asked == []
 
 
 def test_a_group_without_an_exact_answer_is_said(updated, monkeypatch, capsys):
     doubtful = probed("experts: no match, best {} on 99.9970%", swiglu="unproven")
     monkeypatch.setattr("verl_rounding_align.engines.auto.probe", lambda *args: (doubtful, "probed now, FILE"))
-    written = integration.prepare(updated(f"+{KEY}=auto"))
-    assert written["actor"]["regions"] == "rope+add_rms_norm+carry"
+    written = driver.prepare(updated(f"+{KEY}=auto"))
+    assert written["actor"]["groups"] == ["rope", "add_rms_norm", "carry"]
     assert (
         "not exact, left as it is unless asked for by name: experts: no match, best {} on 99.9970%"
         in capsys.readouterr().out
@@ -491,343 +649,8 @@ def test_no_exact_answer_at_all_stops(updated, monkeypatch):
     nothing = probed("mlp: no match", **dict.fromkeys(("rope", "swiglu", "add_rms_norm", "carry"), "unproven"))
     monkeypatch.setattr("verl_rounding_align.engines.auto.probe", lambda *args: (nothing, "probed now, FILE"))
     with pytest.raises(ValueError) as error:
-        integration.prepare(updated(f"+{KEY}=auto"))
+        driver.prepare(updated(f"+{KEY}=auto"))
     assert str(error.value) == f"{KEY}='auto': no group has an exact answer, nothing to align (mlp: no match)"
-
-
-def trainer(actor, ref="none", path="/m"):
-    """Return what ``check_engines`` reads of verl's trainer."""
-    section = {"actor": {"rounding_align": actor}, "ref": {"rounding_align": ref}, "model": {"path": path}}
-    return SimpleNamespace(config=OmegaConf.create({"actor_rollout_ref": section}))
-
-
-def answers(monkeypatch, *fingerprints, missing=()):
-    monkeypatch.setattr(integration, "engines", lambda trainer: (list(fingerprints), list(missing)))
-
-
-NAMED = {"regions": "all", "engine": "vllm_cpu"}
-PROBED = {"regions": "all", "engine": probed().as_dict()}
-RUN = "run `verl-rounding-align probe --model /m --mode eager` in the engine's environment"
-
-
-@pytest.mark.parametrize("value", [NAMED, PROBED], ids=["named", "probed"])
-def test_the_running_engine_is_verified_once_for_each_role(monkeypatch, capsys, value):
-    answers(monkeypatch, EAGER)
-    assert integration.check_engines(trainer(value, value)) is True
-    assert capsys.readouterr().out == "".join(
-        f"rounding_align: {role}: engine verified; {EAGER}\n" for role in ("actor", "ref")
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "advice"), [(NAMED, f"{RUN}, or set rounding_align=auto"), (PROBED, RUN)], ids=["named", "probed"]
-)
-def test_an_engine_that_nobody_verified_is_named_with_what_to_run(monkeypatch, capsys, value, advice):
-    newer = replace(EAGER, torch="2.14.0")
-    answers(monkeypatch, newer)
-    assert integration.check_engines(trainer(value)) is False
-    name = "vllm_cpu" if value is NAMED else "probed-1234"
-    assert capsys.readouterr().out == (
-        f"rounding_align: actor: engine unverified: the engine has torch='2.14.0', {name} was verified with '2.13.0'; "
-        f"{advice}; {newer}\n"
-    )
-
-
-def test_one_replica_that_contradicts_the_plan_stops_the_run(monkeypatch):
-    answers(monkeypatch, EAGER, verified("vllm_compiled"))
-    with pytest.raises(RuntimeError) as error:
-        integration.check_engines(trainer(NAMED))
-    assert str(error.value) == (
-        f"{KEY}: the running engine contradicts the plan: the engine has mode='compiled', vllm_cpu was verified with 'eager'; "
-        "the engine has custom_ops=('none',), vllm_cpu was verified with ('all',); engine: "
-        f"{verified('vllm_compiled')}; set rounding_align=auto, or give the engine the settings that the plan was made for"
-    )
-
-
-def test_a_fingerprint_that_is_missing_is_said_and_harms_nothing(monkeypatch, capsys):
-    answers(monkeypatch, EAGER, missing=["AttributeError: no"])
-    assert integration.check_engines(trainer(NAMED)) is False
-    line = "rounding_align: actor: engine unverified: its fingerprint is missing: AttributeError: no\n"
-    assert line in capsys.readouterr().out
-
-
-def test_whatever_replicas_answer_becomes_a_fingerprint_or_a_reason(monkeypatch):
-    """A handle without the method, a worker that raised, fields of another release of this package, and a good answer."""
-
-    def handle(answer):
-        remote = SimpleNamespace(remote=lambda: answer)
-        return SimpleNamespace(server_handle=SimpleNamespace(rounding_align_fingerprint=remote))
-
-    def get(answer, timeout):
-        assert 0 <= timeout <= integration.ENGINE_TIMEOUT
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr("ray.get", get)
-    replicas = [
-        SimpleNamespace(server_handle=object()),
-        handle(TimeoutError("line\nno answer")),
-        handle([{**asdict(EAGER), "new": 1}]),
-        handle([{"missing": "why"}]),
-        handle([asdict(EAGER), asdict(EAGER)]),
-    ]
-    running, missing = integration.engines(
-        SimpleNamespace(llm_server_manager=SimpleNamespace(get_replicas=lambda: replicas))
-    )
-    assert running == [EAGER]
-    assert missing == [
-        "AttributeError: 'object' object has no attribute 'rounding_align_fingerprint'",
-        "TimeoutError: no answer",
-        "ValueError: fingerprint: unknown fields ['new'], missing fields []",
-        "why",
-    ]
-    assert integration.engines(SimpleNamespace()) == ([], ["the trainer knows no rollout replica"])
-
-
-def test_fit_asks_the_engines_before_the_first_step(monkeypatch):
-    class PPOTrainer:
-        steps = 0
-        fit = lambda self: setattr(self, "steps", 1)  # noqa: E731
-        _setup = _compute_metrics = lambda self, metrics: None
-
-    integration._on_trainer(SimpleNamespace(PPOTrainer=PPOTrainer))
-    answers(monkeypatch, replace(EAGER, mode="compiled"))
-    run = PPOTrainer()
-    run.config = trainer(NAMED).config
-    with pytest.raises(RuntimeError, match="contradicts the plan"):
-        run.fit()
-    assert run.steps == 0
-    for nothing in ({}, {"rounding_align": "none"}):  # nobody is asked
-        run.config = OmegaConf.create({"actor_rollout_ref": {"actor": nothing, "ref": {}}})
-        run.steps = 0
-        run.fit()
-        assert run.steps == 1
-
-
-# ----------------------------------------------------------------------------------------------------------- workers
-
-
-class Engine:
-    """Stand-in for verl's engine: builds a tiny model and runs it once per batch."""
-
-    model_type = "qwen3"
-
-    def __init__(self, **requests):
-        self.engine_config = SimpleNamespace(**requests)
-
-    def _build_module(self):
-        return tiny(self.model_type, layers=2)
-
-    def forward_backward_batch(self, data, loss_function, forward_only=False):
-        return self.module(data).logits
-
-
-class Aligned(integration.AlignedEngine, Engine):
-    pass
-
-
-def built(value="all", **kwargs):
-    engine = Aligned(rounding_align=("actor", parse_plan(value)), **kwargs)
-    engine.module = engine._build_module()
-    return engine
-
-
-def test_the_engine_aligns_what_it_builds_and_says_so(capsys):
-    engine = built()
-    assert capsys.readouterr().out == (
-        "rounding_align: qwen3, 2 layers, add_rms_norm 5 sites, rope 2 sites, swiglu 2 sites, hf_eager -> vllm_compiled "
-        "(actor, rank 0)\n"
-    )
-    assert integration._report(engine) == {
-        "plan": "rope+swiglu+add_rms_norm+carry: hf_eager -> vllm_compiled",
-        "sites": 9,
-        "forwards": 0,
-        "idle": engine.rounding_alignment.patched,
-    }
-    engine.forward_backward_batch(tokens(), None)
-    assert (integration._report(engine)["forwards"], integration._report(engine)["idle"]) == (1, [])
-
-
-def test_an_engine_without_a_request_is_untouched():
-    engine = Aligned()
-    engine.module = engine._build_module()
-    assert not any("forward" in module.__dict__ for module in engine.module.modules())
-    assert torch.equal(engine.forward_backward_batch(tokens(), None), tiny("qwen3", layers=2)(tokens()).logits)
-    assert integration._report(engine) == {"plan": "none", "sites": 0, "forwards": 0, "idle": []}
-
-
-def test_a_forward_before_the_trainer_read_the_report_stops():
-    with pytest.raises(RuntimeError) as error:
-        built().forward_backward_batch(tokens(), None)
-    assert str(error.value) == (
-        "rounding_align: this model is aligned, and the trainer has not read its report; works with the V1 trainer of verl "
-        ">=0.9,<0.10 (python -m verl.trainer.main_ppo) where verl_rounding_align is installed for every process"
-    )
-
-
-def test_a_site_that_the_forward_does_not_reach_stops():
-    engine = built("swiglu")
-    integration._report(engine)
-    mlp = engine.module.model.layers[1].mlp
-    mlp.forward = type(mlp).forward.__get__(mlp)  # somebody patches over it
-    with pytest.raises(RuntimeError) as error:
-        engine.forward_backward_batch(tokens(), None)
-    assert str(error.value) == (
-        "rounding_align: 1 of 2 patched sites were not reached by the forward pass, so something else runs in their place: "
-        "model.layers.1.mlp"
-    )
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """Return verl's engine registry with stand-in engines for device `test`, vendor `maker`."""
-    from verl.workers.engine import BaseEngine, EngineRegistry
-
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "test")
-    monkeypatch.setenv("VERL_ENGINE_VENDOR", "maker")
-
-    class TestEngine(Engine, BaseEngine):
-        pass
-
-    for strategy in ("fsdp", "fsdp2"):
-        monkeypatch.setitem(
-            EngineRegistry._engines["language_model"],
-            strategy,
-            {**EngineRegistry._engines["language_model"][strategy], "test": TestEngine},
-        )
-    return EngineRegistry, TestEngine
-
-
-@pytest.mark.parametrize("vendor_entry", [False, True])
-def test_the_engine_stacks_on_whatever_verl_would_use(registry, vendor_entry):
-    engines, base = registry
-    if vendor_entry:  # another plugin's engine for this vendor
-        base = engines.register("language_model", "fsdp2", device="test", vendor="maker")(type("Other", (base,), {}))
-    assert engines.get_engine_cls("language_model", "fsdp2") is base
-    cls = integration._register_engine("fsdp2")
-    assert engines.get_engine_cls("language_model", "fsdp2") is cls and issubclass(cls, base)
-    assert integration._register_engine("fsdp2") is cls  # again: no second layer
-    assert engines.get_engine_cls("language_model", "fsdp") is not cls
-
-
-def test_an_engine_with_another_signature_is_refused(registry):
-    engines, base = registry
-    base._build_module = lambda self, mesh: None
-    with pytest.raises(RuntimeError) as error:
-        integration._register_engine("fsdp2")
-    assert str(error.value) == (
-        "rounding_align was tested with verl 0.9.1, where TestEngine._build_module takes ('self',); here it takes ('self', 'mesh')"
-    )
-
-
-class Worker:
-    """Stand-in for verl's TrainingWorker."""
-
-    def __init__(self, config):
-        from verl.workers.engine import EngineRegistry
-
-        engine_cls = EngineRegistry.get_engine_cls("language_model", config.engine_config.strategy)
-        self.engine = engine_cls(**vars(config.engine_config))
-        self.engine.module = self.engine._build_module()
-
-
-@pytest.fixture
-def worker_group(registry):
-    """Return a function: (actor value, ref value) -> worker whose init_model went through the hook."""
-    from verl.single_controller.base.decorator import Dispatch, register
-
-    class ActorRolloutRefWorker:
-        actor_worker_cls = ref_worker_cls = Worker
-        hooked = True
-
-        def __init__(self, actor, ref):
-            section = {"actor": {"strategy": "fsdp2"}, "ref": {"strategy": "fsdp2"}}
-            for role, value in (("actor", actor), ("ref", ref)):
-                if value is not ...:
-                    section[role]["rounding_align"] = value
-            self.config = OmegaConf.create(section)
-            OmegaConf.set_struct(self.config, True)
-
-        def init_model(self):
-            for role in ("actor", "ref"):
-                assert dict(self.config[role]) == {"strategy": "fsdp2"}  # verl's dataclass would refuse more
-                engine = SimpleNamespace(strategy="fsdp2")
-                worker_cls = getattr(self if self.hooked else type(self), f"{role}_worker_cls")
-                worker = worker_cls(config=SimpleNamespace(model_type="language_model", engine_config=engine))
-                setattr(self, role, worker)
-
-    module = SimpleNamespace(ActorRolloutRefWorker=ActorRolloutRefWorker, register=register, Dispatch=Dispatch)
-    integration._on_workers(module)
-    return ActorRolloutRefWorker
-
-
-def test_each_role_gets_its_own_plan(worker_group):
-    worker = worker_group(ROPE, {"regions": "swiglu", "engine": "vllm_compiled"})
-    worker.init_model()
-    report = worker.rounding_align_report()
-    assert {role: (r["plan"], r["sites"]) for role, r in report.items()} == {
-        "actor": ("rope: hf_eager -> vllm_compiled_split", 2),
-        "ref": ("swiglu: hf_eager -> vllm_compiled", 2),
-    }
-
-
-@pytest.mark.parametrize("value", [..., "none", None])
-def test_a_worker_without_a_plan_uses_verls_engine(worker_group, registry, value):
-    worker = worker_group(value, value)
-    worker.init_model()
-    assert type(worker.actor.engine) is registry[1] and not isinstance(worker.ref.engine, integration.AlignedEngine)
-    assert worker.rounding_align_report()["actor"]["sites"] == 0
-
-
-def test_an_engine_hook_that_did_not_run_stops(worker_group):
-    worker = worker_group(ROPE, "none")
-    worker.hooked = False
-    with pytest.raises(RuntimeError) as error:
-        worker.init_model()
-    assert str(error.value) == (
-        f"{KEY} was asked for and TestEngine built its model without it (tested with verl 0.9.1)"
-    )
-
-
-def test_a_value_that_the_driver_has_not_checked_stops(worker_group):
-    with pytest.raises(RuntimeError) as error:
-        worker_group("rope", "none").init_model()
-    assert str(error.value) == (
-        f"{KEY}='rope' was not checked by the driver: verl_rounding_align must be installed where verl.trainer.main_ppo runs, "
-        "and VERL_USE_EXTERNAL_PLUGINS must not exclude it"
-    )
-
-
-def test_the_hooks_reach_the_installed_verl():
-    """The entry point is installed, and each hook has found what it changes, with verl's own marks left on it."""
-    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-    from verl.utils.config import validate_config
-    from verl.utils.debug.metrics import calculate_debug_metrics
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    hooked = [PPOTrainer._setup, PPOTrainer.fit, PPOTrainer._compute_metrics, validate_config, calculate_debug_metrics]
-    assert all(function._rounding_align for function in [*hooked, ActorRolloutRefWorker.init_model])
-    marks = getattr(ActorRolloutRefWorker.init_model, MAGIC_ATTR)
-    assert marks == getattr(ActorRolloutRefWorker.init_model.__wrapped__, MAGIC_ATTR)
-    assert getattr(ActorRolloutRefWorker.rounding_align_report, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
-
-
-def test_fused_kernels_leave_every_site_in_use():
-    """verl's fused language-model head replaces the outermost forward only, so the driver lets it pass."""
-    from verl.models.transformers.monkey_patch import patch_forward_with_backends
-
-    module = tiny("qwen3", layers=2)
-    cls, original = type(module), type(module).forward
-    try:
-        patch_forward_with_backends(module, use_fused_kernels=True, fused_kernels_backend="torch")
-        alignment = align(module, "all", backend="eager")
-        assert cls.forward is not original
-        module(input_ids=tokens(), temperature=1.0, return_dict=True)
-    finally:
-        cls.forward = original
-    assert alignment.idle() == []
 
 
 # ----------------------------------------------------------------------------------------------------- whole processes

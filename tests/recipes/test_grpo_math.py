@@ -16,7 +16,8 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_rounding_align.integrations.verl import hooks as integration
+from verl_rounding_align.integrations.verl import driver
+from verl_rounding_align.integrations.verl.config import plans, take
 
 pytestmark = pytest.mark.verl
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_math"
@@ -34,7 +35,7 @@ OWN = {"trainer.rounding_align_metrics"}
 def environment(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     monkeypatch.delenv("MODEL_PATH", raising=False)
-    monkeypatch.setattr(integration, "_vllm_version", lambda: "0.30.0")
+    monkeypatch.setattr("verl_rounding_align.engines.vllm.settings._vllm_version", lambda *args: "0.30.0")
 
 
 def composed(*overrides):
@@ -71,12 +72,14 @@ def test_every_arm_passes_the_drivers_checks(name, arm, monkeypatch):
     from verl.utils.config import validate_config
 
     path, model_type = OVERLAYS[name]
-    monkeypatch.setattr(integration, "_model_type", {path: model_type}.get)
+    monkeypatch.setattr(driver, "_checkpoint", {path: {"model_type": model_type}}.get)
     config = composed(f"+grpo_math={name}", f"+rounding_align={arm}")
     assert config.actor_rollout_ref.model.path == path
     validate_config(config, use_reference_policy=False, use_critic=False)
-    value = integration._plain(config.actor_rollout_ref.actor.rounding_align)
-    assert value == ("none" if arm == "none" else {"regions": ARMS[arm], "engine": "vllm_compiled_split"})
+    found = plans(config.actor_rollout_ref)
+    assert {role: str(plan) for role, plan in found.items()} == (
+        {} if arm == "none" else {"actor": f"{ARMS[arm]}: hf_eager -> vllm_compiled_split"}
+    )
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -96,7 +99,7 @@ def test_arms_differ_in_the_key_only(name):
     arms = [composed(f"+grpo_math={name}", f"+rounding_align={arm}") for arm in ARMS]
     assert len({str(plain(arm)) for arm in arms}) == len(ARMS)
     for arm in arms:
-        integration._take(arm.actor_rollout_ref)
+        take(arm.actor_rollout_ref)
     assert [plain(arm) for arm in arms] == [plain(composed(f"+grpo_math={name}"))] * len(ARMS)
 
 

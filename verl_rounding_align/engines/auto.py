@@ -50,6 +50,8 @@ class Rollout:
         dtype: the model dtype it is given: ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's.
         compilation: fields of its ``compilation_config`` that move rounding (``custom_ops``).
         environment: variables that the run sets for the engine.
+        tensor_parallel: most ranks that one model has.
+        said: what a user should know of other settings, one line each.
     """
 
     version: str
@@ -58,13 +60,16 @@ class Rollout:
     dtype: str = "auto"
     compilation: Mapping = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 1
+    said: tuple[str, ...] = ()
 
     @property
     def mode(self) -> str:
         return "eager" if self.eager else "compiled"
 
     def __str__(self) -> str:
-        return f"rollout vllm {self.version}, {self.mode}, {self.device}"
+        ranks = f", {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
+        return f"rollout vllm {self.version}, {self.mode}, {self.device}{ranks}"
 
 
 @functools.cache

@@ -1,10 +1,10 @@
-"""What of an engine moves its rounding, as a value: printable, comparable, hashed.
+"""Every setting of a running engine that can move its rounding, as one value: printable, comparable, hashed.
 
-A plan rests on an engine as it was probed, or on a preset that was verified on some engines. A running engine publishes
-its fingerprint (``integrations/vllm.py``), and ``judge`` says what the plan is worth for it: ``verified``,
-``unverified`` (something differs that may move rounding), ``contradicted`` (something differs that does).
+A plan rests on an engine as it was probed, or on a preset that was verified on some engines. A running engine publishes its
+fingerprint (``vllm/plugin.py``), and :func:`judge` says what the plan is worth for it: ``verified``, ``unverified``
+(something differs that may move rounding) or ``contradicted`` (something differs that does).
 
-This file is pure: no engine is imported. ``engine/vllm_fingerprint.py`` reads a fingerprint off vLLM.
+This file is pure: no engine is imported. ``vllm/fingerprint.py`` reads a fingerprint off vLLM.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from dataclasses import asdict, dataclass, fields
 
 VERIFIED, UNVERIFIED, CONTRADICTED = "verified", "unverified", "contradicted"
 
-# fields that are known to move rounding when they differ; the others may
+# Fields that are known to move rounding when they differ; the others may. Of ``passes`` a pass that is on counts, and
+# ``dtype`` counts against the trainer's where that is known. ``tensor_parallel`` moves no rounding by itself: the all-reduce
+# stores its sum as one rank stores its own, unless a pass fuses it with the norm, and then ``passes`` says so.
 _DECISIVE = (
     "engine",
     "device",
     "mode",
     "custom_ops",
+    "passes",
     "batch_invariant",
+    "dtype",
     "emulate_precision_casts",
     "quantization",
     "model_impl",
 )
+# Passes that match nothing here: of quantization without any, and of latent attention, which no supported family has.
+_QUANTIZED = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_fusion", "enable_attn_fusion")
+_LATENT = ("fuse_rope_kvcache_cat_mla", "fuse_mla_dual_rms_norm")
 
 
 @dataclass(frozen=True)
@@ -129,13 +136,48 @@ class Judgement:
         return f"{self.status}: {self.why}" if self.why else self.status
 
 
-def judge(running: Fingerprint, verified: Sequence[Fingerprint], name: str) -> Judgement:
+def fused(running: Fingerprint, verified: Fingerprint | None = None) -> tuple[str, ...]:
+    """Return the fusion passes of a running engine that move its rounding away from what was verified.
+
+    >>> fused(Fingerprint("vllm", "0.30.0", "cuda", "compiled", passes=("fuse_act_quant", "fuse_allreduce_rms")))
+    ('fuse_allreduce_rms',)
+    """
+    inert = _LATENT if running.quantization else _QUANTIZED + _LATENT
+    known = () if verified is None else verified.passes
+    return tuple(name for name in running.passes if name not in inert and name not in known)
+
+
+def _decisive(running: Fingerprint, verified: Fingerprint, dtype: str | None) -> list[str]:
+    """Return the fields that contradict ``verified``."""
+    fields = [name for name in _DECISIVE if getattr(running, name) != getattr(verified, name)]
+    if "passes" in fields and not fused(running, verified):
+        fields.remove("passes")
+    if "dtype" in fields and running.dtype == dtype:
+        fields.remove("dtype")
+    return fields
+
+
+def other_dtype(running: Fingerprint, dtype: str | None) -> str:
+    """Return a phrase if the engine does not compute in the trainer's dtype, else an empty string.
+
+    Args:
+        running: the engine's own fingerprint.
+        dtype: what the trainer computes in, by torch's name; None if it is not known, and then any 16-bit dtype will do.
+    """
+    if running.dtype == dtype or (dtype is None and running.dtype in ("bfloat16", "float16")):
+        return ""
+    return f"the engine has dtype={running.dtype!r}, the trainer computes in {dtype or 'bfloat16 or float16'}"
+
+
+def judge(running: Fingerprint, verified: Sequence[Fingerprint], name: str, dtype: str | None = None) -> Judgement:
     """Compare a running engine with the engines that a preset or probe result was verified on.
 
     Args:
         running: the engine's own fingerprint.
         verified: what the plan's points were verified on; not empty.
         name: what the plan calls them, for the message.
+        dtype: what the trainer computes in, by torch's name. An engine in another one contradicts the plan; where both have
+            one that was not verified, the plan is unverified. None: it is what was verified.
 
     >>> cpu = Fingerprint("vllm", "0.30.0", "cpu", "compiled", "inductor", torch="2.13.0")
     >>> print(judge(cpu, [cpu], "vllm_compiled"))
@@ -145,11 +187,18 @@ def judge(running: Fingerprint, verified: Sequence[Fingerprint], name: str) -> J
     unverified: the engine has torch='2.14.0', vllm_compiled was verified with '2.13.0'
     >>> print(judge(replace(cpu, mode="eager"), [cpu], "vllm_compiled"))
     contradicted: the engine has mode='eager', vllm_compiled was verified with 'compiled'
+    >>> print(judge(replace(cpu, tensor_parallel=2), [cpu], "vllm_compiled"))
+    unverified: the engine has tensor_parallel=2, vllm_compiled was verified with 1
     """
-    nearest = min((v.differences(running) for v in verified), key=lambda d: (bool(set(d) & set(_DECISIVE)), len(d)))
-    if not nearest:
+    if dtype is not None and other_dtype(running, dtype):
+        return Judgement(CONTRADICTED, other_dtype(running, dtype))
+    nearest = min(verified, key=lambda v: (bool(_decisive(running, v, dtype)), len(v.differences(running))))
+    differences = nearest.differences(running)
+    if not differences:
         return Judgement(VERIFIED, "")
-    decisive = [field for field in _DECISIVE if field in nearest]
-    shown = decisive or list(nearest)
-    text = "; ".join(f"the engine has {f}={nearest[f][1]!r}, {name} was verified with {nearest[f][0]!r}" for f in shown)
+    decisive = _decisive(running, nearest, dtype)
+    text = "; ".join(
+        f"the engine has {field}={differences[field][1]!r}, {name} was verified with {differences[field][0]!r}"
+        for field in decisive or differences
+    )
     return Judgement(CONTRADICTED if decisive else UNVERIFIED, text)

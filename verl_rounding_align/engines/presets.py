@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from .. import releases
 from ..regions import GROUPS, KINDS, REGIONS
-from .fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, judge
+from .fingerprint import CONTRADICTED, UNVERIFIED, Fingerprint, Judgement, fused, judge, other_dtype
 
 BITWISE, SOURCE, UNPROVEN = "bitwise", "source", "unproven"
 STORED, KEPT = "stored", "kept"
@@ -99,10 +99,15 @@ class Preset:
         ends = [f">={low}"] * (low is not None) + [f"<={high}"] * (high is not None)
         return releases.covers(SpecifierSet(",".join(ends)), version)
 
-    def judge(self, running: Fingerprint) -> Judgement:
-        """Return what this row is worth for a running engine: verified, unverified or contradicted, and why."""
+    def judge(self, running: Fingerprint, dtype: str | None = None) -> Judgement:
+        """Return what this row is worth for a running engine: verified, unverified or contradicted, and why.
+
+        Args:
+            running: the engine's own fingerprint.
+            dtype: what the trainer computes in, by torch's name; None if it is not known.
+        """
         if self.verified:
-            return judge(running, self.verified, self.name)
+            return judge(running, self.verified, self.name, dtype)
         if self.engine is None:
             return Judgement(UNVERIFIED, f"{self.name} describes no engine")
         mode = "eager" if self.eager else "compiled"
@@ -113,10 +118,15 @@ class Preset:
         moved = [op for op in running.custom_ops if op.startswith("-" if self.eager else "+") or op == _OTHER[mode]]
         if moved:  # single operators that depart from the mode's default
             other["custom_ops"], claimed["custom_ops"] = running.custom_ops, ("all",) if self.eager else ("none",)
-        if other:
-            text = "; ".join(f"the engine has {n}={x!r}, {self.name} is for {claimed[n]!r}" for n, x in other.items())
-            return Judgement(CONTRADICTED, text)
-        return Judgement(UNVERIFIED, f"{self.name} was not compared with an engine ({self.source})")
+        if fused(running):
+            other["passes"], claimed["passes"] = fused(running), ()
+        texts = [f"the engine has {n}={x!r}, {self.name} is for {claimed[n]!r}" for n, x in other.items()]
+        texts += filter(None, [other_dtype(running, dtype)])
+        if texts:
+            return Judgement(CONTRADICTED, "; ".join(texts))
+        why = f"{self.name} was not compared with an engine ({self.source})"
+        ranks = f"; the engine has tensor_parallel={running.tensor_parallel}" if running.tensor_parallel > 1 else ""
+        return Judgement(UNVERIFIED, why + ranks)
 
     def as_dict(self) -> dict:
         """Return the fields as JSON and config files can hold them."""

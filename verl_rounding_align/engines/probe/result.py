@@ -117,7 +117,7 @@ class Result:
             except ValueError as error:  # a release that no preset covers
                 note(f"{mode}: {error}")
                 continue
-            judgement = preset.judge(found)
+            judgement = preset.judge(found, found.dtype)  # the points are asked about, in whatever dtype
             if judgement.status == CONTRADICTED:  # other settings than the preset is for
                 note(f"{mode}: {preset.name} is for another engine: {judgement.why}")
                 continue

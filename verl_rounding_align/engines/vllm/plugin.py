@@ -1,14 +1,12 @@
 """vLLM plugin (entry point group `vllm.general_plugins`), loaded in every process of a vLLM engine.
 
-Every worker can be asked what of it moves rounding, `collective_rpc("rounding_align_fingerprint")`, from vLLM itself or
-from verl's trainer, and for digests of its weights and its RoPE, `collective_rpc("rounding_align_digest")`.
+Every worker can be asked for each setting that can move its rounding, `collective_rpc("rounding_align_fingerprint")`, and for
+digests of its weights and its RoPE, `collective_rpc("rounding_align_digest")`; verl's trainer asks for the former. Nothing is
+sent unless somebody asks.
 
 vLLM's CPU kernels work on packed weights, and vLLM throws the unpacked ones away once they are packed. verl sends new
 weights after every step: it loads them into the unpacked parameters and asks for packing again. In a verl run on a CPU
 (`VERL_PLATFORM=cpu`) the plugin therefore keeps the unpacked weights, and elsewhere leaves them alone.
-
-`VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS=1` breaks the weight synchronisation on purpose, for tests of the checks that
-must notice it: the engine's linear layers keep the weights of the first synchronisation.
 """
 
 import functools
@@ -19,7 +17,6 @@ import os
 from ... import postimport as _postimport
 
 TESTED = "0.30.0"
-STALE_ENV = "VERL_ROUNDING_ALIGN_TEST_STALE_WEIGHTS"
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +89,9 @@ def _keep_unpacked_weights() -> None:
             f"VERL_PLATFORM=cpu was tested with vLLM {TESTED}, where dispatch_cpu_unquantized_gemm takes "
             f"('layer', 'remove_weight'); here (vLLM {vllm.__version__}) it takes {parameters}"
         )
-    stale = os.environ.get(STALE_ENV, "0") == "1"
-    if stale:
-        logger.warning(
-            "%s=1: THIS ENGINE IGNORES WEIGHT UPDATES after the first one (a test's negative control)", STALE_ENV
-        )
 
     @functools.wraps(pack)
     def dispatch_cpu_unquantized_gemm(layer, remove_weight):
-        if stale:  # the first time is the engine's start on dummy weights, the second the first synchronisation
-            layer.times_packed = getattr(layer, "times_packed", 0) + 1
-            if layer.times_packed > 2:
-                return
         pack(layer, remove_weight=False)
 
     dispatch_cpu_unquantized_gemm.keeps_weight = True
