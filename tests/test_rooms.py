@@ -333,4 +333,4 @@ def test_every_row_is_in_the_generated_docs(add):
         row(add)
     after = "\n".join(tables().values())
     for name in ("gained", "toy_eager", "toy_llama", "in this test"):
-        assert name not in before and name in after, name
+        assert after.count(name) > before.count(name), name  # some pages show this file
