@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .inductor import Graph, Stored, Value
+from .graph import Graph, Stored, Value
 
 LOW = ("bfloat16", "float16")
 OUTSIDE = "outside any region"

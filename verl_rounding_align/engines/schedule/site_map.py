@@ -21,7 +21,7 @@ order of sums; whether a dtype is enough. The probe (``probe.py``) compares valu
 An eager run is read in the same form: every operator is a kernel, and stores.
 
 ``follow.py`` holds how a layer and its points are found; this file puts engine beside trainer and presets. Both are pure:
-they read :class:`~.inductor.Graph`, and import neither torch's compiler nor an engine.
+they read :class:`~.graph.Graph`, and import neither torch's compiler nor an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..presets import Preset
 from .follow import AROUND, OUTSIDE, PARTS, Layer, PointRow, Row, is_low, layer_of, op_name
-from .inductor import Graph
+from .graph import Graph
 
 ADDS = ("attn_add", "mlp_add")
 _SAME_WORK = {"sub": "add", "div": "mul", "silu": "mul", "sigmoid": "mul"}  # operators by the work that they round

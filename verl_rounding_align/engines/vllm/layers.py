@@ -9,8 +9,8 @@ traced through where its IR is not wrapped (CPU), by its post-grad pass where it
 Around the norms stands what surrounds them in a model: operators that compilers cannot look into and cannot fuse with,
 in place of the MLP and of attention; where vLLM splits its graph at attention, it splits at the stand-in.
 
-This file is the only one that touches vLLM's internals; tested with vLLM 0.28 to 0.32 (CPU), refuses other releases.
-Of what it uses, those five differ in one signature, that of ``cpu_fused_moe`` (``_fused_moe``).
+Tested with vLLM 0.28 to 0.32 on a CPU; other releases are refused. Of what is used here, those five differ in one signature,
+that of ``cpu_fused_moe`` (``_fused_moe``).
 
 Mirrors: vLLM 0.30 ``Qwen3Attention.forward``, ``Qwen3DecoderLayer.forward``, ``Worker.__init__`` (IR priority, wrap).
 """
@@ -26,18 +26,28 @@ from unittest import mock
 
 import torch
 import vllm
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from torch import nn
 
+from ... import releases
 from ..spec import ModelSpec
 from .fingerprint import of_config
 
-TESTED = ("0.28", "0.33")  # vLLM releases [low, high); recipes/engine_map ran every one of them
-_RELEASE = Version(Version(vllm.__version__).base_version)
-if not Version(TESTED[0]) <= _RELEASE < Version(TESTED[1]):
-    raise ImportError(
-        f"vLLM {vllm.__version__}: the layers' internals were read and tested for vLLM >= {TESTED[0]}, < {TESTED[1]} only"
-    )
+# vLLM releases; recipes/engine_map ran every one of them
+RELEASES, TESTED = SpecifierSet(">=0.28,<0.33"), "0.28.0 to 0.32.0"
+_RELEASE = releases.base(vllm.__version__)
+
+
+def check() -> None:
+    """Refuse a vLLM release whose internals were not read.
+
+    Raises:
+        UntestedRelease: a ValueError that names the releases that were.
+    """
+    releases.check("vllm", vllm.__version__, RELEASES, "the probe", TESTED)
+
+
+check()  # before names are imported that another release may lack
 
 import vllm.ir  # noqa: E402
 from vllm.compilation.decorators import support_torch_compile  # noqa: E402
@@ -301,5 +311,10 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build(spec: ModelSpec, mode: str, compilation: Mapping | None = None) -> VllmLayers:
-    """Return vLLM's layers for one model in one mode, as a rollout with these compilation settings runs them."""
+    """Return vLLM's layers for one model in one mode, as a rollout with these compilation settings runs them.
+
+    Raises:
+        ValueError: a vLLM release whose internals were not read, or a model whose layers have no region here.
+    """
+    check()
     return VllmLayers(spec, mode, config=engine_config(mode, compilation=compilation))
