@@ -2,12 +2,12 @@
 
 Everything that decides how vLLM rounds comes from vLLM: ``VllmConfig`` as its platform finishes it (mode, backend,
 ``custom_ops``, IR op priority, Inductor options), ``RMSNorm``, ``SiluAndMul``, ``get_rope``, the fused-experts op, and
-``support_torch_compile``, the decorator that compiles its models. Compiled, the layers run their native
-implementations, and vLLM's IR ops (``vllm_ir::rms_norm``, ``fused_add_rms_norm``) are lowered as vLLM lowers them:
-traced through where its IR is not wrapped (CPU), by its post-grad pass where it is (CUDA). Left opaque they would round.
+``support_torch_compile``, the decorator that compiles its models. Compiled layers run their native implementations. vLLM's
+IR ops (``vllm_ir::rms_norm``, ``fused_add_rms_norm``) are lowered as vLLM lowers them: traced through where its IR is not
+wrapped (CPU), and by its post-grad pass where it is (CUDA). An op that was left opaque would round.
 
-Around the norms stands what surrounds them in a model: operators that compilers cannot look into and cannot fuse with,
-in place of the MLP and of attention; where vLLM splits its graph at attention, it splits at the stand-in.
+In a model, the MLP and attention stand between the norms. Here operators take their place that compilers can neither look
+into nor fuse with. Where vLLM splits its graph at attention, it splits at that stand-in.
 
 Tested with vLLM 0.28 to 0.32 on a CPU; other releases are refused. Of what is used here, those five differ in one signature,
 that of ``cpu_fused_moe`` (``_fused_moe``).
@@ -100,8 +100,8 @@ def engine_config(mode: str, split: bool = False, compilation: Mapping | None = 
 
     Args:
         mode: one of ``MODES``.
-        split: use vLLM's piecewise backend, graph split at attention and IR ops lowered by its pass, on a platform where
-            vLLM compiles one whole graph by default (CPU). Where it splits anyway (CUDA) this changes nothing.
+        split: use vLLM's piecewise backend where vLLM compiles one whole graph by default (CPU): the graph is split at
+            attention, and IR ops are lowered by vLLM's pass. Where it splits anyway (CUDA) this changes nothing.
         compilation: fields of vLLM's ``compilation_config`` that the engine will be given (``custom_ops``, ...).
 
     Raises:
@@ -232,7 +232,7 @@ class VllmLayers:
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        """What vLLM's worker sets for the process: IR op priority and wrapping; no graph cache, no gradients.
+        """Set what vLLM's worker sets for its process, IR op priority and wrapping, and switch gradients and graph cache off.
 
         vLLM's cache of compiled graphs is keyed by config and source, not by a layer's sizes: probes would share graphs.
         """
@@ -245,7 +245,7 @@ class VllmLayers:
             yield
 
     def _call(self, layer: nn.Module, *args: torch.Tensor):
-        """Call a layer on copies: vLLM's kernels write to their inputs."""
+        """Call a layer on copies of its inputs, which vLLM's kernels write to."""
         with self._scope(), set_forward_context(None, self.config):
             return layer(*(x.clone() for x in args))
 

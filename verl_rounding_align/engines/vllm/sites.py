@@ -1,17 +1,17 @@
-"""The site map of vLLM for one checkpoint's config: its real model, with dummy weights and a few layers, compiled or eager.
+"""The site map of vLLM for one checkpoint's config: its real model, with dummy weights and a few layers.
 
-``python -m verl_rounding_align.engines.vllm.sites FOLDER`` builds the model in a process of its own (``request.json`` in,
-``graphs.json`` out), so that nothing is left running and Inductor's hooks are set before vLLM is imported.
+``python -m verl_rounding_align.engines.vllm.sites FOLDER`` builds the model in a process of its own. It reads
+``request.json`` and writes ``graphs.json``. Nothing is left running, and Inductor's hooks are set before vLLM is imported.
 
-compiled  vLLM compiles its model while the engine starts; the schedule of each graph is recorded, and the process stops
-          as soon as the last graph of the model was scheduled, before its kernels are built.
-eager     ``enforce_eager=True``: no graph. One prompt is run under an operator trace.
-split     vLLM on CUDA splits its graph at attention. On CPU it does not by itself: here its config is changed, after
-          vLLM has finished it, to its piecewise backend, split at attention, IR ops lowered by its own pass. One pass is
-          left out there, which undoes functionalization for CUDA's operators. The model is the real one.
+compiled  vLLM compiles its model while the engine starts. The schedule of each graph is recorded. The process stops as soon
+          as the last graph of the model is scheduled, before its kernels are built.
+eager     ``enforce_eager=True``: there is no graph, and one prompt is run under an operator trace.
+split     vLLM on CUDA splits its graph at attention, and on CPU it does not. To see the split graph on a CPU, vLLM's finished
+          config is changed to its piecewise backend, with its own pass that lowers IR ops. The pass that undoes
+          functionalization for CUDA's operators is left out. The model is the real one.
 
-The trainer's graph is Hugging Face's own model of the same config, shrunk (the operators do not depend on sizes), run
-eagerly under the same trace.
+The trainer's graph is that of Hugging Face's own model of the same config, run eagerly under the same trace. It is made
+smaller, since the operators do not depend on sizes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def run_sites(
         progress: called with a line of text before each step.
 
     Raises:
-        ValueError: an unknown value, an unsupported model, untested torch, or no vLLM; with the legal choices.
-        RuntimeError: vLLM failed; the message names its log.
+        ValueError: an unknown value, an unsupported model, an untested torch, or no vLLM; with the legal choices.
+        EngineFailed: vLLM failed, or did not end in half an hour; the message names its log.
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
