@@ -33,8 +33,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package need not be installed there
 
 from verl_rounding_align import backend as backends
+from verl_rounding_align import releases
 from verl_rounding_align.engines import presets
-from verl_rounding_align.engines.schedule import inductor
+from verl_rounding_align.engines.schedule import graph, inductor
 from verl_rounding_align.overhead import arms as ways
 from verl_rounding_align.overhead import measure, models
 from verl_rounding_align.regions.add_rms_norm import add, rms_norm
@@ -42,7 +43,7 @@ from verl_rounding_align.regions.rope import rotate
 from verl_rounding_align.regions.swiglu import swiglu
 from verl_rounding_align.rounding import Rounding
 
-HOOK_TESTED = inductor.TESTED  # torch releases whose schedule can be read
+HOOK_TESTED = inductor.RELEASES  # torch releases whose schedule can be read
 DTYPE = torch.bfloat16
 SHAPES = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 TOKENS = (4096, 16384)
@@ -180,14 +181,14 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> float:
 # --------------------------------------------------------------------------------------------------------------- sites
 
 
-Stored = inductor.Stored
+Stored = graph.Stored
 
 
 def schedule(function, args) -> list[Stored]:
     """Return what Inductor stores when it compiles ``function``, read from its schedule after fusion.
 
     Raises:
-        RuntimeError: this torch release is not one of ``HOOK_TESTED``.
+        UntestedRelease: this torch release is not in ``HOOK_TESTED``.
     """
     return list(inductor.schedule(function, args, HOOK_TESTED))
 
@@ -287,7 +288,7 @@ def sites(sizes: Sizes, tokens: int, device: str) -> dict:
     out = {"rows": [asdict(r) for r in rows], "observing_changed_nothing": unchanged}
     try:
         stored = schedule(piece(sizes, observe=False), arguments(x))
-    except RuntimeError as error:
+    except releases.UntestedRelease as error:
         return {**out, "schedule": f"refused: {error}"}
     reads = first_sum_by_schedule(stored, sizes.hidden)
     return {**out, "schedule": [asdict(b) for b in stored], "second_add_reads_first_sum_as": reads}

@@ -1,7 +1,7 @@
 """The contract: a preset's points, put into our regions, give vLLM's own layer outputs bit for bit.
 
 Oracle: the installed vLLM's RMSNorm, rotary embedding, SiluAndMul and fused-experts kernel, in vLLM's own mode, dispatch
-and lowering (``engine/vllm_layers.py``). Compiled is compared with compiled, eager with eager.
+and lowering (``engines/vllm/layers.py``). Compiled is compared with compiled, eager with eager.
 
 The order in which a norm's mean is summed is no rounding point, and it is Inductor's choice, made per kernel: with bf16
 inputs it keeps 32 partial sums, with an fp32 input 16 (AVX-512), and whether a kernel reads the stream in fp32 depends on
@@ -14,14 +14,17 @@ Every equality has its control: toggling any one point of the preset makes the o
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from verl_rounding_align import backend as backends
+from verl_rounding_align import releases
 from verl_rounding_align.engines import presets
 from verl_rounding_align.engines.spec import ModelSpec
 from verl_rounding_align.regions import KINDS, REGIONS
@@ -258,3 +261,25 @@ def test_vllm_rounds_fp16_at_the_same_points():
     for case in CASES:
         rows = [row.half() for row in draw(case, *[96] * 4)]
         assert all(map(torch.equal, engine.stream(*rows), stream_output(engine, "eager", roundings, *rows)))
+
+
+@pytest.mark.parametrize("command", ["probe --family llama --mode eager", "probe --family qwen3"])
+def test_an_untested_release_is_one_sentence_and_status_2(monkeypatch, capsys, command):
+    """It was an ImportError's traceback, and status 1, which the probe gives for an answer that is not exact."""
+    from verl_rounding_align import cli
+
+    monkeypatch.setattr(vllm_layers.vllm, "__version__", "0.99.0+cpu")
+    monkeypatch.setattr(sys, "argv", ["verl-rounding-align", *command.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert (end.value.code, capsys.readouterr().err.strip()) == (
+        2,
+        "error: the probe works with vllm >=0.28,<0.33 (tested with 0.28.0 to 0.32.0); vllm 0.99.0+cpu is installed",
+    )
+
+
+def test_the_module_itself_refuses_an_untested_release(monkeypatch):
+    """Before it imports names that another release may lack."""
+    monkeypatch.setattr(vllm_layers.vllm, "__version__", "0.27.9")
+    with pytest.raises(releases.UntestedRelease, match=r"^the probe works with vllm .*; vllm 0\.27\.9 is installed$"):
+        vllm_layers.__spec__.loader.exec_module(importlib.util.module_from_spec(vllm_layers.__spec__))

@@ -17,10 +17,11 @@ from torch import nn
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
+from verl_rounding_align import releases
 from verl_rounding_align.engines import presets
 from verl_rounding_align.engines.schedule import inductor
 from verl_rounding_align.engines.schedule import site_map as sites
-from verl_rounding_align.engines.schedule.inductor import Graph, Stored, Value
+from verl_rounding_align.engines.schedule.graph import Graph, Stored, Value
 from verl_rounding_align.engines.vllm import sites as sites_vllm
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "where_it_rounds"
@@ -221,8 +222,11 @@ def test_a_config_gets_as_many_layers_as_are_built(tmp_path, layers):
 
 def test_an_untested_torch_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "__version__", "2.0.1")
-    message = "torch 2.0.1: Inductor's _post_fusion_custom_pass was read and run on torch 2.11, 2.13 only"
-    with pytest.raises(RuntimeError) as error, inductor.record():
+    message = (
+        "reading Inductor's schedule works with torch >=2.11,!=2.12.*,<2.14 (tested with 2.11.0, 2.13.0); torch 2.0.1 is "
+        "installed"
+    )
+    with pytest.raises(releases.UntestedRelease) as error, inductor.record():
         pass
     assert str(error.value) == message
     if importlib.util.find_spec("vllm"):

@@ -5,11 +5,12 @@ Shapley value is its marginal reduction averaged over all orders in which player
 
     phi_i = sum over S without i of |S|! (n - |S| - 1)! / n! * (v(S + i) - v(S)),
 
-so that the values of all players sum to v(all), exactly (efficiency). The interaction of two players is what they bring
-together beyond what each brings alone, averaged likewise (Grabisch and Roubens 1999); positive: they need each other.
+so that the values of all players sum to v(all) exactly (efficiency). The interaction of two players is what they bring
+together beyond what each brings alone, averaged likewise (Grabisch and Roubens 1999). It is positive where they need each
+other.
 
-Every value is linear in the sets' k3, so it is a sum over sequences like any other: intervals are those of
-:mod:`stats`, and differences are paired.
+Every value is linear in the sets' k3, and so a sum over sequences like any other. Intervals are those of
+:mod:`verl_rounding_align.logprobs.intervals`, and differences are paired.
 """
 
 from __future__ import annotations

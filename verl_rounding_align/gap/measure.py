@@ -1,11 +1,12 @@
 """The gap: the same tokens, the same weights, the engine's log-probs against the trainer's, unaligned and aligned.
 
-Per response token d = rollout log-prob - trainer log-prob. k1 = mean d (the paper's estimate of the KL divergence, with
-much noise), k3 = mean(exp(-d) + d - 1) (its low-variance estimate), mean and max |d|. Intervals are clustered by
-sequence (:mod:`stats`); comparisons with the unaligned trainer are paired: the same tokens, the same draws.
+d is the rollout's log-prob of a response token minus the trainer's. A row holds k1 = mean d, the paper's estimate of the KL
+divergence, which is noisy; k3 = mean(exp(-d) + d - 1), an estimate of it with low variance; and mean and max |d|. Intervals
+are clustered by sequence (:mod:`verl_rounding_align.logprobs.intervals`). Comparisons with the unaligned trainer are paired:
+they use the same tokens and the same draws.
 
-Beside the gap stands its *floor*: the trainer against itself with sequences laid out otherwise, the engine against itself
-scheduled otherwise. No alignment can be expected to go below.
+Beside the gap stands its *floor*: the trainer against itself with sequences laid out in another way, and the engine against
+itself scheduled in another way. No alignment can be expected to go below it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ PREFILL_ROW = "engine against itself, prefill against decoding"
 class ExactRow:
     """KL divergence of the trainer from the engine over the whole vocabulary, at some positions; nats, 95 % intervals.
 
-    ``k1`` and ``k3`` are the sampled estimates at the same positions: what the exact divergence saves in noise is the
+    ``k1`` and ``k3`` are the sampled estimates at the same positions. How much noise the exact divergence saves shows in the
     width of its interval against theirs.
     """
 
@@ -69,8 +70,8 @@ class ExactRow:
 def common(a: Rollouts, b: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (d, offsets, indices): a - b log-probs of the tokens that both drew before the first one that differs.
 
-    Sequences are those that both have, in order, with the same prompts; one whose first token differs is left out. Tokens at which the draw
-    changed are not compared, so the largest differences are a little under-represented.
+    The sequences that both have are taken in order, and must have the same prompts. One whose first token differs is left out.
+    Tokens at which the draw changed are not compared, so that the largest differences are a little under-represented.
 
     Returns:
         d: (tokens,) fp64; offsets: (sequences + 1,); indices: (tokens,) of the tokens in ``a.log_probs``.
@@ -104,8 +105,8 @@ def _tokens_digest(rollouts: Rollouts) -> str:
 class Trainer:
     """Scores of one rollout folder by one checkpoint, arm by arm, kept in the folder: what is there is not done again.
 
-    Arms are scored in one layout, and whole distributions are compared in it. A score is kept with all that it depends on
-    (rollouts, checkpoint, rounding points, backend, device, versions); where any of it differs now, it is made anew.
+    Arms are scored in one layout, and whole distributions are compared in it. A score is kept with all that it depends on:
+    rollouts, checkpoint, rounding points, backend, device, versions. Where any of it differs now, the score is made again.
 
     Args:
         model: folder of the checkpoint that made the rollouts.
@@ -139,7 +140,16 @@ class Trainer:
         self._depends |= {name: version for name, version in report.versions().items() if name in names}
 
     def scores(self, arm: str, preset: Preset, layout: str | None = None) -> dict[str, np.ndarray]:
-        """Return what :func:`score` returns for an arm, as fp64 arrays; in the trainer's layout, or another."""
+        """Return what :func:`score` returns for an arm, as fp64 arrays.
+
+        Args:
+            arm: see :mod:`.arms`.
+            preset: of the engine to align to.
+            layout: of ``score.LAYOUTS``; None for the trainer's own.
+
+        Raises:
+            ValueError: no such arm, or a model whose forward pass does not reach what was aligned.
+        """
         layout = layout or self.layout
         chosen = points(arm, preset) & live(preset)
         name = "+".join(sorted(chosen)) or NONE

@@ -1,6 +1,6 @@
 """``verl-rounding-align gap``: rollouts, scores and the report, with progress, in one folder.
 
-DIR/compiled, DIR/eager   rollouts, the trainer's scores, what else the engine said (:mod:`rollout`, :mod:`gap`)
+DIR/compiled, DIR/eager   rollouts, the trainer's scores, and what else the engine said (:mod:`.rollouts`, :mod:`.measure`)
 DIR/gap.json              rows, as ``gap.schema.json`` describes them
 DIR/report.md, .html      everything in DIR rendered, attribution.json, landing.json and triage.json included
 """

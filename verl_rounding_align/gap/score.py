@@ -1,5 +1,5 @@
 """The trainer's log-probs of a rollout's responses, as verl's actor computes them: logits in the model dtype, log-softmax
-in fp32. How sequences are laid out in a batch is no part of the model, but moves its rounding, so it is a choice here:
+in fp32. How sequences are laid out in a batch is no part of the model, but it moves its rounding. Therefore it is a choice:
 
     batched   right-padded, sequences of like length together; what arms are scored in unless another is asked for
     single    one sequence at a time, no padding

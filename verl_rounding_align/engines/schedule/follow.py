@@ -1,8 +1,9 @@
 """One decoder layer in an engine's graphs: its values, and its rounding points followed from reader to value.
 
-The terms (*value*, *stored*, *never stored*, *open*) are those of ``sites.py``; this file holds how they are decided.
-Modules are found by the names that vLLM's models give them (``PARTS``), operators by their work: the residual sum is the
-add of two tensors of one size in a norm's module, ``normed`` is a product with ``rsqrt`` that another product reads.
+The terms (*value*, *stored*, *never stored*, *open*) are explained in ``site_map.py``; here is how they are decided.
+
+Modules are found by the names that vLLM's models give them (``PARTS``). Operators are found by what they do: the residual sum
+is the add of two tensors of one size in a norm's module, and ``normed`` is a product with ``rsqrt`` that another product reads.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .inductor import Graph, Stored, Value
+from .graph import Graph, Stored, Value
 
 LOW = ("bfloat16", "float16")
 OUTSIDE = "outside any region"
 
-# a part of one decoder layer, in data-flow order: (name, module after "layers.N.", site kind or OUTSIDE, N relative)
+# the parts of one decoder layer, in data-flow order: (name, module after "layers.N.", site kind or OUTSIDE, how many layers
+# later it lies)
 PARTS = (
     ("qkv_proj", "self_attn.qkv_proj", OUTSIDE, 0),
     ("q_norm", "self_attn.q_norm", "attention", 0),
@@ -52,14 +54,17 @@ class Row:
     """One value of the middle layer.
 
     Args:
-        part, kind: the layer's part (``PARTS``), its site kind or ``outside any region``.
-        name, op: in the graph.
+        part: the layer's part, of ``PARTS``.
+        kind: its site kind, or ``outside any region``.
+        name, op: of the value in the graph.
         dtype: what the source declares.
         stored: dtype of the buffer that holds it; None: never stored.
-        rounds: whether a rounding that the source writes is performed (None: the schedule leaves it open).
-        piece: number of the graph, where the engine's graph is split; ``crosses``: whether the value leaves it.
-        opaque: computed by a kernel that is not Inductor's.
-        source: ``file:line function`` of the engine's code; ``caller``: where the model calls it.
+        rounds: whether a rounding that the source writes is performed; None where the schedule leaves it open.
+        piece: number of the graph, where the engine's graph is split.
+        crosses: whether the value leaves that piece.
+        opaque: whether a kernel that is not Inductor's computes it.
+        source: ``file:line function`` of the engine's code.
+        caller: the same of the model's code that calls it.
     """
 
     part: str
@@ -84,7 +89,8 @@ class PointRow:
         kind, point: names of ``regions``.
         stored: whether its reader sees it rounded to the model dtype; None where that stays open.
         dtype: of the memory that it is read from; "" where it stays in registers.
-        why, source: what the answer rests on; ``file:line function`` of the code.
+        why: what the answer rests on.
+        source: ``file:line function`` of the engine's code.
     """
 
     kind: str

@@ -1,27 +1,29 @@
-"""Where an engine's graph stores values, from its schedule: the site map of one middle decoder layer, beside the trainer.
+"""The site map: where an engine stores values in one middle decoder layer, beside the trainer, read from its schedule.
 
 A *value* is the result of one operator. It is
 
-- *stored* in a dtype, if a kernel writes it to memory: whoever reads it from there reads it rounded to that dtype;
-- *never stored*, if it only exists in the registers of the kernel that reads it. Inductor computes registers in fp32,
-  so that a conversion to bf16 which the engine's source writes is not performed there, unless Inductor's flag
-  ``emulate_precision_casts`` is on: then it is performed in registers.
+- *stored* in a dtype if a kernel writes it to memory. Whoever reads it from there reads it rounded to that dtype.
+- *never stored* if it only exists in the registers of the kernel that reads it. Inductor computes registers in fp32. A
+  conversion to bf16 that the engine's source writes is not performed there, unless Inductor's flag
+  ``emulate_precision_casts`` is on.
 
 A rounding point (``regions``) is a value and its reader: ``carry`` is the residual sum as the *next add* reads it. The
-same sum can be stored for one reader and recomputed for another, so a point is decided per reader: the path from the
-reader back to the value is followed through operators that do not round (conversions, views), from kernel to kernel.
-The point is stored if the path crosses a bf16 buffer that one kernel writes and another reads, or a bf16 input or
-output of a graph (where the engine splits its graph, that is a tensor between two pieces); it is not stored if no such
-place lies on the path. A bf16 buffer that is written and read inside one kernel leaves it open (``None``): code
-generation may hand on the register or reload memory. So does a kernel that is not Inductor's.
+same sum can be stored for one reader and recomputed for another, so that a point is decided for each reader. The path from
+the reader back to the value is followed through operators that do not round (conversions, views), from kernel to kernel.
 
-What this cannot show: anything inside such kernels (attention, matrix products, fused experts, custom operators); the
-order of sums; whether a dtype is enough. The probe (``probe.py``) compares values bit by bit and can, for the regions.
+- The point is stored if the path crosses a bf16 buffer that one kernel writes and another reads, or a bf16 input or output
+  of a graph. Where the engine splits its graph, that is a tensor between two pieces.
+- It is not stored if no such place lies on the path.
+- It is *open* (``None``) if a bf16 buffer is written and read inside one kernel, since code generation may hand on the register
+  or reload memory. A kernel that is not Inductor's leaves it open too.
 
-An eager run is read in the same form: every operator is a kernel, and stores.
+The map cannot show what happens inside such kernels (attention, matrix products, fused experts, custom operators), in which
+order sums are taken, or whether a dtype is enough. For the regions the probe can: it compares values bit by bit.
 
-``follow.py`` holds how a layer and its points are found; this file puts engine beside trainer and presets. Both are pure:
-they read :class:`~.inductor.Graph`, and import neither torch's compiler nor an engine.
+An eager run is read in the same form: every operator is a kernel, and stores its result.
+
+``follow.py`` finds a layer and its points. This file puts the engine beside the trainer and the presets. Both are pure: they
+read :class:`~.graph.Graph`, and import neither torch's compiler nor an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..presets import Preset
 from .follow import AROUND, OUTSIDE, PARTS, Layer, PointRow, Row, is_low, layer_of, op_name
-from .inductor import Graph
+from .graph import Graph
 
 ADDS = ("attn_add", "mlp_add")
 _SAME_WORK = {"sub": "add", "div": "mul", "silu": "mul", "sigmoid": "mul"}  # operators by the work that they round
@@ -44,10 +46,11 @@ class Difference:
     """One place where engine and trainer differ.
 
     Args:
-        part, kind: see :class:`Row`; ``point``: the rounding point, "" outside the known ones.
-        rounding: True: one side rounds where the other does not; False: another kernel, both store the same dtype;
-            None: inside a kernel that shows nothing.
-        engine, trainer: what each does.
+        part, kind: see :class:`Row`.
+        point: the rounding point; "" outside the known ones.
+        rounding: True if one side rounds where the other does not; False if the kernels differ and both store the same
+            dtype; None inside a kernel that shows nothing.
+        engine, trainer: what each side does.
         source: ``file:line function`` of the engine's code.
     """
 
@@ -65,12 +68,14 @@ class SiteMap:
     """Where one engine stores values in one middle decoder layer.
 
     Args:
-        engine, version, mode, device, split, torch: what ran; ``split``: the graph was split at attention.
-        model: path or name; ``layer``: the layer shown, of ``layers`` built.
-        rows, points, differences: see the classes.
+        engine, version, mode, device, torch: what ran.
+        split: whether the graph was split at attention.
+        model: path or name.
+        layer, layers: the layer that is shown, and how many were built.
+        rows, points, differences: see their classes.
         carry: ``attn_add`` and ``mlp_add`` -> whether the residual stream is stored before the next add reads it.
-        trainer_rows, trainer_points: the same of the trainer.
-        notes: what a reader must know: how the graph was made, what was not seen.
+        trainer_rows, trainer_points: the trainer's.
+        notes: what a reader must know: how the graph was made, and what was not seen.
     """
 
     engine: str

@@ -65,7 +65,7 @@ def start(
 
 @dataclass
 class _Sampled:
-    """What has been sampled: sequences, the number of prompt tokens of each, log-probs of all responses."""
+    """What has been sampled so far: sequences, the number of prompt tokens of each, and the log-probs of all responses."""
 
     sequences: list[list[int]] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)

@@ -2,15 +2,15 @@
 
 Everything that decides how vLLM rounds comes from vLLM: ``VllmConfig`` as its platform finishes it (mode, backend,
 ``custom_ops``, IR op priority, Inductor options), ``RMSNorm``, ``SiluAndMul``, ``get_rope``, the fused-experts op, and
-``support_torch_compile``, the decorator that compiles its models. Compiled, the layers run their native
-implementations, and vLLM's IR ops (``vllm_ir::rms_norm``, ``fused_add_rms_norm``) are lowered as vLLM lowers them:
-traced through where its IR is not wrapped (CPU), by its post-grad pass where it is (CUDA). Left opaque they would round.
+``support_torch_compile``, the decorator that compiles its models. Compiled layers run their native implementations. vLLM's
+IR ops (``vllm_ir::rms_norm``, ``fused_add_rms_norm``) are lowered as vLLM lowers them: traced through where its IR is not
+wrapped (CPU), and by its post-grad pass where it is (CUDA). An op that was left opaque would round.
 
-Around the norms stands what surrounds them in a model: operators that compilers cannot look into and cannot fuse with,
-in place of the MLP and of attention; where vLLM splits its graph at attention, it splits at the stand-in.
+In a model, the MLP and attention stand between the norms. Here operators take their place that compilers can neither look
+into nor fuse with. Where vLLM splits its graph at attention, it splits at that stand-in.
 
-This file is the only one that touches vLLM's internals; tested with vLLM 0.28 to 0.32 (CPU), refuses other releases.
-Of what it uses, those five differ in one signature, that of ``cpu_fused_moe`` (``_fused_moe``).
+Tested with vLLM 0.28 to 0.32 on a CPU; other releases are refused. Of what is used here, those five differ in one signature,
+that of ``cpu_fused_moe`` (``_fused_moe``).
 
 Mirrors: vLLM 0.30 ``Qwen3Attention.forward``, ``Qwen3DecoderLayer.forward``, ``Worker.__init__`` (IR priority, wrap).
 """
@@ -26,18 +26,28 @@ from unittest import mock
 
 import torch
 import vllm
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from torch import nn
 
+from ... import releases
 from ..spec import ModelSpec
 from .fingerprint import of_config
 
-TESTED = ("0.28", "0.33")  # vLLM releases [low, high); recipes/engine_map ran every one of them
-_RELEASE = Version(Version(vllm.__version__).base_version)
-if not Version(TESTED[0]) <= _RELEASE < Version(TESTED[1]):
-    raise ImportError(
-        f"vLLM {vllm.__version__}: the layers' internals were read and tested for vLLM >= {TESTED[0]}, < {TESTED[1]} only"
-    )
+# vLLM releases; recipes/engine_map ran every one of them
+RELEASES, TESTED = SpecifierSet(">=0.28,<0.33"), "0.28.0 to 0.32.0"
+_RELEASE = releases.base(vllm.__version__)
+
+
+def check() -> None:
+    """Refuse a vLLM release whose internals were not read.
+
+    Raises:
+        UntestedRelease: a ValueError that names the releases that were.
+    """
+    releases.check("vllm", vllm.__version__, RELEASES, "the probe", TESTED)
+
+
+check()  # before names are imported that another release may lack
 
 import vllm.ir  # noqa: E402
 from vllm.compilation.decorators import support_torch_compile  # noqa: E402
@@ -90,8 +100,8 @@ def engine_config(mode: str, split: bool = False, compilation: Mapping | None = 
 
     Args:
         mode: one of ``MODES``.
-        split: use vLLM's piecewise backend, graph split at attention and IR ops lowered by its pass, on a platform where
-            vLLM compiles one whole graph by default (CPU). Where it splits anyway (CUDA) this changes nothing.
+        split: use vLLM's piecewise backend where vLLM compiles one whole graph by default (CPU): the graph is split at
+            attention, and IR ops are lowered by vLLM's pass. Where it splits anyway (CUDA) this changes nothing.
         compilation: fields of vLLM's ``compilation_config`` that the engine will be given (``custom_ops``, ...).
 
     Raises:
@@ -222,7 +232,7 @@ class VllmLayers:
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        """What vLLM's worker sets for the process: IR op priority and wrapping; no graph cache, no gradients.
+        """Set what vLLM's worker sets for its process, IR op priority and wrapping, and switch gradients and graph cache off.
 
         vLLM's cache of compiled graphs is keyed by config and source, not by a layer's sizes: probes would share graphs.
         """
@@ -235,7 +245,7 @@ class VllmLayers:
             yield
 
     def _call(self, layer: nn.Module, *args: torch.Tensor):
-        """Call a layer on copies: vLLM's kernels write to their inputs."""
+        """Call a layer on copies of its inputs, which vLLM's kernels write to."""
         with self._scope(), set_forward_context(None, self.config):
             return layer(*(x.clone() for x in args))
 
@@ -301,5 +311,10 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build(spec: ModelSpec, mode: str, compilation: Mapping | None = None) -> VllmLayers:
-    """Return vLLM's layers for one model in one mode, as a rollout with these compilation settings runs them."""
+    """Return vLLM's layers for one model in one mode, as a rollout with these compilation settings runs them.
+
+    Raises:
+        ValueError: a vLLM release whose internals were not read, or a model whose layers have no region here.
+    """
+    check()
     return VllmLayers(spec, mode, config=engine_config(mode, compilation=compilation))

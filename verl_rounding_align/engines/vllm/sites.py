@@ -1,17 +1,17 @@
-"""The site map of vLLM for one checkpoint's config: its real model, with dummy weights and a few layers, compiled or eager.
+"""The site map of vLLM for one checkpoint's config: its real model, with dummy weights and a few layers.
 
-``python -m verl_rounding_align.engines.vllm.sites FOLDER`` builds the model in a process of its own (``request.json`` in,
-``graphs.json`` out), so that nothing is left running and Inductor's hooks are set before vLLM is imported.
+``python -m verl_rounding_align.engines.vllm.sites FOLDER`` builds the model in a process of its own. It reads
+``request.json`` and writes ``graphs.json``. Nothing is left running, and Inductor's hooks are set before vLLM is imported.
 
-compiled  vLLM compiles its model while the engine starts; the schedule of each graph is recorded, and the process stops
-          as soon as the last graph of the model was scheduled, before its kernels are built.
-eager     ``enforce_eager=True``: no graph. One prompt is run under an operator trace.
-split     vLLM on CUDA splits its graph at attention. On CPU it does not by itself: here its config is changed, after
-          vLLM has finished it, to its piecewise backend, split at attention, IR ops lowered by its own pass. One pass is
-          left out there, which undoes functionalization for CUDA's operators. The model is the real one.
+compiled  vLLM compiles its model while the engine starts. The schedule of each graph is recorded. The process stops as soon
+          as the last graph of the model is scheduled, before its kernels are built.
+eager     ``enforce_eager=True``: there is no graph, and one prompt is run under an operator trace.
+split     vLLM on CUDA splits its graph at attention, and on CPU it does not. To see the split graph on a CPU, vLLM's finished
+          config is changed to its piecewise backend, with its own pass that lowers IR ops. The pass that undoes
+          functionalization for CUDA's operators is left out. The model is the real one.
 
-The trainer's graph is Hugging Face's own model of the same config, shrunk (the operators do not depend on sizes), run
-eagerly under the same trace.
+The trainer's graph is that of Hugging Face's own model of the same config, run eagerly under the same trace. It is made
+smaller, since the operators do not depend on sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from ..presets import Preset, resolve
 from ..process import EngineFailed
 from ..schedule import inductor
 from ..schedule import site_map as sites
+from ..schedule.eager import OperatorTrace
 from ..schedule.follow import layer_of
+from ..schedule.graph import Graph
 from ..schedule.site_map import SiteMap
 from ..spec import ModelSpec
 from . import environment
@@ -60,8 +62,8 @@ def run_sites(
         progress: called with a line of text before each step.
 
     Raises:
-        ValueError: an unknown value, an unsupported model, untested torch, or no vLLM; with the legal choices.
-        RuntimeError: vLLM failed; the message names its log.
+        ValueError: an unknown value, an unsupported model, an untested torch, or no vLLM; with the legal choices.
+        EngineFailed: vLLM failed, or did not end in half an hour; the message names its log.
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
@@ -72,10 +74,7 @@ def run_sites(
         raise ValueError("vllm is not installed in this environment; the site map is read from its model")
     ModelSpec.from_model(model)  # its error messages
     if mode != "eager":
-        try:
-            inductor.check()
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
+        inductor.check()
     maps = []
     for one in ("compiled", "eager") if mode == "both" else (mode,):
         progress(f"building vLLM's model, {layers} layers, {one}")
@@ -93,7 +92,7 @@ def _run(model: str, mode: str, layers: int, split: bool) -> SiteMap:
         raise EngineFailed.of(status, folder / "sites.log")
     found = json.loads((folder / "graphs.json").read_text())
     shutil.rmtree(folder)
-    graphs, trainer = ([inductor.Graph.from_dict(g) for g in found.pop(key)] for key in ("graphs", "trainer"))
+    graphs, trainer = ([Graph.from_dict(g) for g in found.pop(key)] for key in ("graphs", "trainer"))
     trainer = [sites.as_engine(g, layers) for g in trainer]
     layered = [g for g in graphs if any(layer_of(v.module)[0] is not None for v in g.values)]
     if split and len(layered) < 2:
@@ -146,7 +145,7 @@ def few_layers(model: str, layers: int) -> dict:
     return config
 
 
-def trainer_graph(config: dict) -> inductor.Graph:
+def trainer_graph(config: dict) -> Graph:
     """Return the operators of Hugging Face's model, run eagerly in bf16 with small sizes and SDPA."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -157,7 +156,7 @@ def trainer_graph(config: dict) -> inductor.Graph:
         small.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
     config = AutoConfig.for_model(**{**config, **small})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    with torch.no_grad(), inductor.OperatorTrace(model, "transformers/") as trace:
+    with torch.no_grad(), OperatorTrace(model, "transformers/") as trace:
         model(torch.arange(5)[None] + 1, use_cache=False)
     return trace.graph
 
@@ -194,10 +193,10 @@ def build(folder: Path, model: str, mode: str, layers: int, split: bool) -> dict
     config = few_layers(model, layers)
     (folder / "config.json").write_text(json.dumps(config))
 
-    def last(graph: inductor.Graph) -> bool:
+    def last(graph: Graph) -> bool:
         return any(layer_of(v.module) == (None, "norm") for v in graph.values)
 
-    graphs: list[inductor.Graph] = []
+    graphs: list[Graph] = []
     with contextlib.ExitStack() as stack:
         if mode == "compiled":
             graphs = stack.enter_context(inductor.record(stop=last))
@@ -228,7 +227,7 @@ def build(folder: Path, model: str, mode: str, layers: int, split: bool) -> dict
         except Exception as error:  # Inductor wraps what its passes raise
             if not (mode == "compiled" and inductor.stopped(error)):
                 raise
-        with torch.no_grad(), inductor.OperatorTrace(kept[0], "vllm/") as trace:
+        with torch.no_grad(), OperatorTrace(kept[0], "vllm/") as trace:
             if mode == "eager":
                 sampling = vllm.SamplingParams(max_tokens=1, detokenize=False)
                 engine.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
