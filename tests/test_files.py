@@ -69,18 +69,41 @@ def test_what_a_key_holds_is_plain_and_what_is_not_there_is_none(file):
     assert select(config, "a.x.y", file, "config") is None
 
 
-COMMANDS = {"config": ["triage", "--config"], "rollout-config": ["plan", "--model", "m", "--rollout-config"]}
+PLAN = ("plan", "--model", "m", "--rollout-config")
+COMMANDS = {  # which reads what: the key and then the rollout, or the rollout alone
+    "triage --config": ("config", lambda file: ["triage", "--config", file]),
+    "plan --rollout-config": ("rollout-config", lambda file: [*PLAN, file]),
+    "plan --regions --rollout-config": ("rollout-config", lambda file: [*PLAN, file, "--regions", "rope"]),
+}
 
 
-@pytest.mark.parametrize("text", BROKEN, ids=[repr(text) for text in BROKEN])
-@pytest.mark.parametrize("option", COMMANDS)
-def test_a_command_ends_with_that_sentence_and_exit_code_2(file, text, option, capsys, monkeypatch):
-    file.write_bytes(text)
-    monkeypatch.setattr(sys, "argv", ["verl-rounding-align", *COMMANDS[option], str(file)])
+def ended(command, file, capsys, monkeypatch) -> str:
+    """Return what a command says on standard error when it has ended with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["verl-rounding-align", *COMMANDS[command][1](str(file))])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {option}={str(file)!r}: {BROKEN[text]}\n"
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=[repr(text) for text in BROKEN])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_ends_with_that_sentence_and_exit_code_2(file, text, command, capsys, monkeypatch):
+    file.write_bytes(text)
+    said = f"error: {COMMANDS[command][0]}={str(file)!r}: {BROKEN[text]}\n"
+    assert ended(command, file, capsys, monkeypatch) == said
+
+
+@pytest.mark.parametrize(("command", "key"), [
+    ("plan --rollout-config", "actor_rollout_ref.actor.rounding_align"),
+    ("plan --regions --rollout-config", "actor_rollout_ref.rollout"),
+])  # fmt: skip
+def test_a_list_where_a_section_should_be_is_one_sentence_of_plan(file, command, key, capsys, monkeypatch):
+    file.write_text("actor_rollout_ref: [1]\n")
+    wrong = key.split(".")[1]
+    assert ended(command, file, capsys, monkeypatch) == (
+        f"error: rollout-config={str(file)!r}: {key}: Index '{wrong}' (str) is not an int\n"
+    )
 
 
 @pytest.mark.parametrize(

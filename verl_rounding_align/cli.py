@@ -1,4 +1,4 @@
-"""Command line: subcommands, no logic. Each prints the rows that a tool returns."""
+"""Command line: subcommands without logic. Each prints the rows that a tool returns."""
 
 from __future__ import annotations
 
@@ -359,8 +359,11 @@ def triage(
 
 
 def main() -> None:
-    """Run the command line; a value that is not legal, a file that cannot be read or written, or an engine that failed is
-    one sentence: without a traceback, exit code 2."""
+    """Run the command line.
+
+    A value that is not legal, a file that cannot be read or written, and an engine that failed are one sentence on standard
+    error, without a traceback, and exit code 2.
+    """
     from .engines.process import EngineFailed
 
     try:

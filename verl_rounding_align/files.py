@@ -38,8 +38,12 @@ def read_yaml(path: str | Path, option: str):
     return found
 
 
-def select(config, key: str, path: str | Path, option: str):
-    """Return what a config that :func:`read_yaml` has read holds at a dotted key, as plain data; None if there is nothing.
+def select(config, key: str, path: str | Path, option: str, plain: bool = True):
+    """Return what a config that :func:`read_yaml` has read holds at a dotted key; None if there is nothing.
+
+    Args:
+        path, option: as they were given to :func:`read_yaml`.
+        plain: whether a section is returned as plain data, with its interpolations resolved, or as an OmegaConf config.
 
     Raises:
         ValueError: something on the way to the key is no mapping, or an interpolation cannot be resolved.
@@ -49,7 +53,7 @@ def select(config, key: str, path: str | Path, option: str):
 
     try:
         found = OmegaConf.select(config, key)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        return OmegaConf.to_container(found, resolve=True) if plain and OmegaConf.is_config(found) else found
     except OmegaConfBaseException as error:
         raise ValueError(f"{option}={str(path)!r}: {key}: {_first_line(error)}") from error
 

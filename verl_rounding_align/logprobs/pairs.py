@@ -4,18 +4,18 @@ A *dump* is a file, or a folder of files, with one sequence per line (``.jsonl``
 
     rollout_log_probs  list of float  required  the engine's log-prob of each response token, natural logarithm
     trainer_log_probs  list of float  required  the trainer's, of the same tokens (verl's name, old_log_probs, is read too)
-    response_mask      list of 0/1    optional  tokens that count; without it all do (verl's dump also has loss_mask, not
-                                                read: what is left of it after rejection sampling)
+    response_mask      list of 0/1    optional  tokens that count; without it all do (verl's dump also has loss_mask, what
+                                                is left after rejection sampling, which is not read)
     response_ids       list of int    optional  the response tokens
     prompt_length      int            optional  tokens before the response, left padding excluded
     advantages         list of float  optional  as verl's loss takes them
     step               int            optional  training step
     uid                str            optional  any name
 
-Other fields are left alone, so that verl's own rollout dumps (``trainer.rollout_data_dir``), to which this package adds
-the first two, are dumps. JSON lines are UTF-8. A log-prob that is missing is null or NaN; two of one token that counts are
-less than 300 nats apart, for k3 is to be summed. Reading streams: a chunk of sequences at a time, whatever the size of the
-dump.
+Other fields are left alone. So verl's own rollout dumps (``trainer.rollout_data_dir``) are dumps too, as this package adds the
+first two fields to them. JSON lines are UTF-8. A log-prob that is missing is null or NaN. The two log-probs of a token that
+counts must be less than 300 nats apart, so that k3 can be summed. Reading streams: it takes a chunk of sequences at a time,
+whatever the size of the dump.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ NAMES = {
 
 
 class Kind(NamedTuple):
-    """Values of a field: what is legal in words, the types that JSON may give, the dtype that is kept, a check of fp64."""
+    """What the values of a field may be.
+
+    Args:
+        legal: what is legal, in words.
+        types: the Python types that JSON may give.
+        dtype: what the values are kept in.
+        holds: fp64 array -> bool array, which values are legal.
+    """
 
     legal: str
     types: frozenset
@@ -70,7 +77,7 @@ class Pairs:
         prompts: (sequences,) int64, prompt tokens of each, or None.
         advantages: (tokens,) fp64, or None.
         steps: (sequences,) int64, or None.
-        at: (tokens,) int64, position of each token in its response; None if no token was left out (:meth:`valid`).
+        at: (tokens,) int64, position of each token in its response, from 0; None if no token was left out (:meth:`valid`).
     """
 
     rollout: np.ndarray
@@ -104,7 +111,7 @@ class Pairs:
 
     @property
     def positions(self) -> np.ndarray:
-        """Position of each token in its response, from 0, tokens that were left out counted; (tokens,)."""
+        """Position of each token in its response, from 0; tokens that were left out count too; (tokens,)."""
         if self.at is not None:
             return self.at
         return np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
@@ -125,7 +132,7 @@ class Pairs:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Pairs]) -> Pairs:
-        """Return several as one; an optional field stays where all have it."""
+        """Return several as one; an optional field is kept only if all of them have it."""
         shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
         offsets = np.concatenate([[0], *(p.offsets[1:] + shift for p, shift in zip(parts, shifts, strict=False))])
 
@@ -137,7 +144,7 @@ class Pairs:
         return cls(*first, *map(join, ("ids", "prompts", "advantages", "steps", "at")))
 
     def select(self, sequences: Sequence[int]) -> Pairs:
-        """Return some sequences, in the order given; one may be given twice."""
+        """Return some sequences in the order given; a sequence may be given twice."""
         lengths = np.diff(self.offsets)[sequences]
         starts = np.repeat(self.offsets[:-1][sequences], lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -189,7 +196,7 @@ def _json_rows(file: Path, progress: Callable[[float], None]) -> Iterator[tuple[
 
 
 def _parquet_rows(file: Path, progress: Callable[[float], None]) -> Iterator[tuple[str, dict]]:
-    """Return (place, row); fields that are not read are None."""
+    """Return (place, row) of one Parquet file, streamed; fields that are not read are None."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -211,7 +218,7 @@ def _parquet_rows(file: Path, progress: Callable[[float], None]) -> Iterator[tup
 
 
 def _batch_size(metadata) -> int:
-    """Return how many rows have about ``BATCH`` bytes, 8 for each value of the columns that are read."""
+    """Return how many rows have about ``BATCH`` bytes, with 8 bytes for each value of the columns that are read."""
     most = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = [group.column(i) for i in range(group.num_columns)]
@@ -236,7 +243,7 @@ def _values(column) -> list:
 
 
 def _said(value) -> str:
-    """Return a value as an error shows it: as JSON has it, cut."""
+    """Return a value as an error shows it: as JSON, cut after 60 characters."""
     text = json.dumps(value.item() if isinstance(value, np.generic) else value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -267,7 +274,7 @@ def _checked(values, kind: Kind, where: str) -> np.ndarray:
 
 
 def _sequence(row: object, where: str) -> dict | None:
-    """Return one row's arrays, None for a response without tokens.
+    """Return one row's arrays; None for a response without tokens.
 
     Raises:
         ValueError: a required field is missing, a value is not legal, or lengths differ.
@@ -345,7 +352,7 @@ def _pack(rows: list[dict]) -> Pairs:
 def read(
     path: str | Path, chunk: int = CHUNK, progress: Callable[[float], None] = lambda share: None
 ) -> Iterator[Pairs]:
-    """Yield a dump's sequences, at least ``chunk`` tokens at a time (the last time fewer).
+    """Yield a dump's sequences, at least ``chunk`` tokens at a time; the last part may have fewer.
 
     Args:
         progress: called with the share of the dump that is read, 0 to 1.

@@ -1,7 +1,8 @@
 """Differences of log-probs, summed as they come: the estimators of a gap from any number of tokens, in bounded memory.
 
-d = rollout log-prob - trainer log-prob of a response token; k1 = mean d, k3 = mean(exp(-d) + d - 1). What is kept grows
-with sequences, not with tokens. No torch here: a dump is summarised in the time that reading it takes.
+d = rollout log-prob - trainer log-prob of a response token; k1 = mean d, k3 = mean(exp(-d) + d - 1). What is kept grows with
+the number of sequences, not of tokens. This file does without torch, so that a dump is summarised in the time that reading it
+takes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ COLUMNS = ("n", "k1", "k3", "abs")
 class GapRow:
     """One set of log-probs against another; intervals are 95 %, in nats per token.
 
-    ``k3_change`` is this row's k3 minus the unaligned trainer's (``k1_change``, ``abs_change`` likewise), ``k3_ratio`` their
-    ratio; all paired, on this row's tokens; None where there is nothing to compare with. The largest difference has no
-    interval: that of a drawn sample is never larger. ``kind``: ``gap``, or ``floor`` for one side against itself.
+    ``k3_change`` is this row's k3 minus that of the unaligned trainer, and ``k3_ratio`` is their ratio; ``k1_change`` and
+    ``abs_change`` are made likewise. All of them are paired, on this row's tokens, and None where there is nothing to compare
+    with. The largest difference has no interval, because that of a drawn sample is never larger. ``kind`` is ``gap``, or
+    ``floor`` for one side against itself.
     """
 
     arm: str
@@ -50,7 +52,7 @@ def k3_terms(difference: np.ndarray) -> np.ndarray:
 
 
 class Tally:
-    """What is kept of any number of differences: sums per sequence, and counts by size and by position."""
+    """What is kept of any number of differences: sums per sequence, counts by size, and sums by position."""
 
     def __init__(self):
         self._sums: list[np.ndarray] = []
@@ -65,7 +67,7 @@ class Tally:
         Args:
             d: (tokens,) differences, finite.
             offsets: (sequences + 1,) where each starts; none is empty.
-            positions: (tokens,) in the response; None where no token is left out.
+            positions: (tokens,) of each token in its response; None where no token is left out.
         """
         if not len(d):
             return self
@@ -110,7 +112,7 @@ class Tally:
 
 
 def tally_row(arm: str, engine: str, tally: Tally, base: Tally | None = None, kind: str = GAP) -> GapRow:
-    """Return the row of a tally, compared with another one of the same tokens."""
+    """Return the row of a tally; with ``base``, a tally of the same tokens, the two are compared."""
     n, k3 = tally.column("n"), tally.column("k3")
     ratios = [(tally.column("k1"), n), (k3, n), (tally.column("abs"), n)]
     if base is not None:

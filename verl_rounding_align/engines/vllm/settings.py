@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...files import read_yaml
+from ...files import read_yaml, select
 from .. import ENGINES, presets
 from ..auto import Rollout
 
@@ -208,14 +208,14 @@ def read_rollout(file, device: str, probed: bool) -> Rollout:
     """
     from omegaconf import OmegaConf
 
-    config = read_yaml(file, "rollout-config")
-    places = (OmegaConf.select(config, place) for place in (SECTION, "rollout"))
+    config, where = read_yaml(file, "rollout-config"), (file, "rollout-config")
+    places = (select(config, place, *where, plain=False) for place in (SECTION, "rollout"))
     section = next((found for found in places if found is not None), config)
     if not OmegaConf.is_dict(section) or "name" not in section:
         raise ValueError(
             f"rollout-config={str(file)!r}: expected verl's config with {SECTION}, or that section alone, with a field 'name'"
         )
-    return rollout_engine(section, OmegaConf.select(config, "trainer.device") or device, probed)
+    return rollout_engine(section, select(config, "trainer.device", *where) or device, probed)
 
 
 def rollout_engine(
