@@ -190,8 +190,7 @@ def _check_run(config) -> None:
     import verl
     from packaging.specifiers import SpecifierSet
 
-    from ... import releases
-    from ...trainers import families
+    from ... import families, releases
     from ...trainers import huggingface as patch
 
     releases.check("verl", verl.__version__, SpecifierSet(VERL), KEY, TESTED)
