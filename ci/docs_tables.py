@@ -6,15 +6,11 @@ A row that is added to a table of the package is in :func:`tables` without an ed
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import verl_rounding_align
 from verl_rounding_align import plan
 from verl_rounding_align.report.rows import markdown
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def code(*names: str) -> str:
@@ -219,13 +215,6 @@ def rooms() -> str:
     return "\n".join(["```text", *(line.removeprefix("    ") for line in lines), "```"])
 
 
-def _example(function: str) -> str:
-    """Return the source of one function of tests/test_rooms.py, which a test runs."""
-    source = (ROOT / "tests/test_rooms.py").read_text()
-    (found,) = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == function]
-    return f"```python\n{ast.get_source_segment(source, found)}\n```"
-
-
 def tables() -> dict[str, str]:
     """Return name of a table -> its Markdown, as the package's tables are now."""
     return {
@@ -242,8 +231,4 @@ def tables() -> dict[str, str]:
         "dump": dump(),
         "commands": commands(),
         "rooms": rooms(),
-        "example region": _example("add_region"),
-        "example family": _example("add_family"),
-        "example engine": _example("add_engine"),
-        "example framework": _example("add_framework"),
     }
