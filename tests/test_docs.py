@@ -3,6 +3,7 @@ somewhere, commands parse, overrides compose with verl's config, Python runs. No
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -254,3 +255,51 @@ def test_the_examples_are_functions_of_a_test():
     for name in ("region", "family", "engine", "framework"):
         page = TEXTS[f"docs/pages/adding-{name}.md"]
         assert f"def add_{name}(add) -> None:" in page and "tests/test_rooms.py" in page
+
+
+# ---- names that pages give
+
+HOMES = {
+    "Alignment": "trainers.alignment",
+    "Plan": "plan",
+    "Preset": "engines.presets",
+    "Request": "plan",
+    "Rounding": "rounding",
+    "Region": "regions",
+    "Site": "engines.probe",
+}
+ROOMS = sorted(path.stem for path in (ROOT / "verl_rounding_align").iterdir() if not path.stem.startswith("_"))
+NAME = re.compile(rf"^(?:{'|'.join([*ROOMS, *HOMES])})(?:\.\w+)+(?:\(.*\))?$")
+
+
+def found(name: str) -> bool:
+    """Return whether a dotted name of the package exists: ``plan.parse_request``, ``Plan.as_dict``."""
+    first, *rest = name.partition("(")[0].split(".")
+    parts = [*HOMES[first].split("."), first, *rest] if first in HOMES else [first, *rest]
+    value = importlib.import_module("verl_rounding_align")
+    for i, part in enumerate(parts):
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(".".join(["verl_rounding_align", *parts[: i + 1]]))
+            except ModuleNotFoundError:
+                return False
+        value = getattr(value, part)
+    return True
+
+
+def test_names_of_the_package_that_pages_give_exist():
+    named = sorted({line for text in TEXTS.values() for line in spans(text) if NAME.match(line) and line[-3:] != ".py"})
+    assert len(named) > 8 and [name for name in named if not found(name)] == []
+    assert not found("plan.no_such") and not found("Plan.no_such") and not found("engines.nowhere.name")
+
+
+def test_files_and_tables_of_the_package_that_pages_give_exist():
+    package = ROOT / "verl_rounding_align"
+    lines = {line for text in TEXTS.values() for line in spans(text)}
+    files = {line for line in lines if re.fullmatch(r"[a-z_]+/(?:[\w/]+\.py)?", line)} - {"rounding_align/"}  # of metrics
+    assert len(files) > 10
+    assert [file for file in sorted(files) if not (package / file).exists() and not (ROOT / file).exists()] == []
+    constants = {line for line in lines if re.fullmatch(r"[A-Z]{5,}", line)} - {"WHY"}
+    source = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    assert len(constants) > 5
+    assert [name for name in sorted(constants) if not re.search(rf"^{name}\b", source, re.MULTILINE)] == []
