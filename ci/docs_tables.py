@@ -155,6 +155,17 @@ def keys() -> str:
     return markdown(["key", "values", "default", "what it does"], rows)
 
 
+def settings() -> str:
+    """Every argument of vLLM that is read before a run, and what is done about it."""
+    from verl_rounding_align.engines.vllm.settings import SETTINGS
+
+    def value(x) -> str:
+        return "not set" if x is None else "empty" if x == {} else code(str(x))
+
+    rows = [[code(n), s.done, ", ".join(map(value, s.safe)), text(s.meaning)] for n, s in SETTINGS.items()]
+    return markdown(["argument of vLLM", "what is done", "leaves rounding as it is", "why"], rows)
+
+
 def metrics() -> str:
     """Every metric of a training step."""
     from verl_rounding_align.monitor import METRICS
@@ -227,6 +238,7 @@ def tables() -> dict[str, str]:
         "engines": engines(),
         "frameworks": frameworks(),
         "keys": keys(),
+        "settings": settings(),
         "metrics": metrics(),
         "dump": dump(),
         "commands": commands(),
