@@ -1,11 +1,13 @@
 """Write the tables of README.md and docs/pages, and the README's picture: `python ci/docs.py`; --check: fail if they differ.
 
 A table stands between ``<!-- NAME: ... -->`` and ``<!-- end NAME -->``. Measured tables come from the JSON that the
-recipes' commands wrote, reference tables from the package's own tables (``docs_tables.py``).
+recipes' commands wrote, reference tables from the package's own tables (``docs_tables.py``), examples from a test.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import json
 import re
@@ -191,6 +193,18 @@ MEASURED: dict[str, Callable[[], str]] = {
 }
 
 
+def example(what: str) -> str:
+    """Return the source of a function of tests/test_rooms.py, which a test runs: how to add something from outside."""
+    source = (ROOT / "tests/test_rooms.py").read_text()
+    (found,) = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == f"add_{what}"]
+    return f"```python\n{ast.get_source_segment(source, found)}\n```"
+
+
+EXAMPLES: dict[str, Callable[[], str]] = {
+    f"example {what}": functools.partial(example, what) for what in ("region", "family", "engine", "framework")
+}
+
+
 # ---- the picture
 
 
@@ -277,13 +291,14 @@ def files() -> Iterator[tuple[Path, str]]:
     Raises:
         ValueError: a place names no table, or a table has no place.
     """
-    reference, known = docs_tables.tables(), {}
+    reference = {name: functools.partial(str, text) for name, text in docs_tables.tables().items()}
+    every, known = {**reference, **MEASURED, **EXAMPLES}, {}
 
     def made(name: str) -> str:
-        if name not in {**reference, **MEASURED}:
-            raise ValueError(f"no table {name!r}; choose from {', '.join({**reference, **MEASURED})}")
+        if name not in every:
+            raise ValueError(f"no table {name!r}; choose from {', '.join(every)}")
         if name not in known:
-            known[name] = reference[name] if name in reference else MEASURED[name]()
+            known[name] = every[name]()
         return known[name]
 
     for page in pages():
@@ -291,7 +306,7 @@ def files() -> Iterator[tuple[Path, str]]:
             yield page, filled(page.read_text(), made)
         except ValueError as error:
             raise ValueError(f"{page.relative_to(ROOT)}: {error}") from error
-    unused = [name for name in {**reference, **MEASURED} if name not in known]
+    unused = [name for name in every if name not in known]
     if unused:
         raise ValueError(f"tables without a place in README.md or docs/pages: {', '.join(unused)}")
 

@@ -6,15 +6,11 @@ A row that is added to a table of the package is in :func:`tables` without an ed
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import verl_rounding_align
 from verl_rounding_align import plan
 from verl_rounding_align.report.rows import markdown
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def code(*names: str) -> str:
@@ -159,6 +155,17 @@ def keys() -> str:
     return markdown(["key", "values", "default", "what it does"], rows)
 
 
+def settings() -> str:
+    """Every argument of vLLM that is read before a run, and what is done about it."""
+    from verl_rounding_align.engines.vllm.settings import SETTINGS
+
+    def value(x) -> str:
+        return "not set" if x is None else "empty" if x == {} else code(str(x))
+
+    rows = [[code(n), s.done, ", ".join(map(value, s.safe)), text(s.meaning)] for n, s in SETTINGS.items()]
+    return markdown(["argument of vLLM", "what is done", "leaves rounding as it is", "why"], rows)
+
+
 def metrics() -> str:
     """Every metric of a training step."""
     from verl_rounding_align.monitor import METRICS
@@ -219,13 +226,6 @@ def rooms() -> str:
     return "\n".join(["```text", *(line.removeprefix("    ") for line in lines), "```"])
 
 
-def _example(function: str) -> str:
-    """Return the source of one function of tests/test_rooms.py, which a test runs."""
-    source = (ROOT / "tests/test_rooms.py").read_text()
-    (found,) = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == function]
-    return f"```python\n{ast.get_source_segment(source, found)}\n```"
-
-
 def tables() -> dict[str, str]:
     """Return name of a table -> its Markdown, as the package's tables are now."""
     return {
@@ -238,12 +238,9 @@ def tables() -> dict[str, str]:
         "engines": engines(),
         "frameworks": frameworks(),
         "keys": keys(),
+        "settings": settings(),
         "metrics": metrics(),
         "dump": dump(),
         "commands": commands(),
         "rooms": rooms(),
-        "example region": _example("add_region"),
-        "example family": _example("add_family"),
-        "example engine": _example("add_engine"),
-        "example framework": _example("add_framework"),
     }

@@ -22,7 +22,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 # pip 23.2 was still backtracking over verl's and vLLM's requirements after ten minutes; pip 26.3 needs seconds.
 .venv/bin/python -m pip install --quiet --upgrade pip
-.venv/bin/python -m pip install --editable '.[cpu,test]'
+.venv/bin/python -m pip install --editable '.[cpu,test,docs]'
 .venv/bin/python ci/fit_venv.py
 echo "$want" > "$stamp"
 echo "setup: .venv is ready"

@@ -3,6 +3,7 @@ somewhere, commands parse, overrides compose with verl's config, Python runs. No
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -254,3 +255,89 @@ def test_the_examples_are_functions_of_a_test():
     for name in ("region", "family", "engine", "framework"):
         page = TEXTS[f"docs/pages/adding-{name}.md"]
         assert f"def add_{name}(add) -> None:" in page and "tests/test_rooms.py" in page
+
+
+# ---- names that pages give
+
+HOMES = {
+    "Alignment": "trainers.alignment",
+    "Plan": "plan",
+    "Preset": "engines.presets",
+    "Request": "plan",
+    "Rounding": "rounding",
+    "Region": "regions",
+    "Site": "engines.probe",
+}
+ROOMS = sorted(path.stem for path in (ROOT / "verl_rounding_align").iterdir() if not path.stem.startswith("_"))
+NAME = re.compile(rf"^(?:{'|'.join([*ROOMS, *HOMES])})(?:\.\w+)+(?:\(.*\))?$")
+
+
+def found(name: str) -> bool:
+    """Return whether a dotted name of the package exists: ``plan.parse_request``, ``Plan.as_dict``."""
+    first, *rest = name.partition("(")[0].split(".")
+    parts = [*HOMES[first].split("."), first, *rest] if first in HOMES else [first, *rest]
+    value = importlib.import_module("verl_rounding_align")
+    for i, part in enumerate(parts):
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(".".join(["verl_rounding_align", *parts[: i + 1]]))
+            except ModuleNotFoundError:
+                return False
+        value = getattr(value, part)
+    return True
+
+
+def test_names_of_the_package_that_pages_give_exist():
+    named = sorted({line for text in TEXTS.values() for line in spans(text) if NAME.match(line) and line[-3:] != ".py"})
+    assert len(named) > 8 and [name for name in named if not found(name)] == []
+    assert not found("plan.no_such") and not found("Plan.no_such") and not found("engines.nowhere.name")
+
+
+def test_files_and_tables_of_the_package_that_pages_give_exist():
+    package = ROOT / "verl_rounding_align"
+    lines = {line for text in TEXTS.values() for line in spans(text)}
+    files = {line for line in lines if re.fullmatch(r"[a-z_]+/(?:[\w/]+\.py)?", line)} - {
+        "rounding_align/"
+    }  # of metrics
+    assert len(files) > 10
+    assert [file for file in sorted(files) if not (package / file).exists() and not (ROOT / file).exists()] == []
+    developers = [text for page, text in TEXTS.items() if "adding-" in page or "rooms" in page]
+    constants = {line for text in developers for line in spans(text) if re.fullmatch(r"[A-Z]{5,}", line)}
+    source = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    assert len(constants) > 5
+    assert [name for name in sorted(constants) if not re.search(rf"^{name}\b", source, re.MULTILINE)] == []
+
+
+# ---- figures in sentences
+
+
+def test_figures_in_sentences_are_those_of_the_results():
+    text = {page: " ".join(text.split()) for page, text in TEXTS.items()}
+    pages = "docs/pages/results.md", "docs/pages/cost.md"
+
+    run = docs.results("collapse/real_engine")
+    half = run["steps"] / 2
+
+    def k3(arm: str, rows) -> float:
+        chosen = [row["k3"] for row in run["arms"][arm] if rows(row["step"])]
+        return sum(chosen) / len(chosen)
+
+    first = [k3(arm, lambda step: step <= 50) for arm in ("none", "all")]
+    later = [k3(arm, lambda step: step > half) for arm in ("none", "all")]
+    assert (
+        f"in {run['steps']:,} steps of one seed. That is a null result. The default's mismatch is {first[0] / first[1]:.1f} "
+        f"times that of `all` in the first 50 steps ({first[0]:.1e}, {first[1]:.1e}) and {later[0] / later[1]:.0f} times in the "
+        f"second halves ({later[0]:.1e}, {later[1]:.1e})"
+    ).replace("e-0", "e-") in text[pages[0]]
+
+    shares = [docs.results(f"overhead/shares-{name}")["shares"]["none"] for name in ("smollm2-135m", "qwen3-0.6b")]
+    left = sorted(share["matrix products"] + share["attention"] + share["loss"] for share in shares)
+    assert f"the loss are {left[0]:.0f} to {left[1]:.0f} % of a pass" in text[pages[1]]
+    every = docs.results("overhead/shares-smollm2-135m")
+    assert (
+        "at the speed of this machine's memory" in text[pages[1]]
+        and f"take {every['floor']['all']:.1f} %" in text[pages[1]]
+    )
+
+    gap = {row["arm"]: row for row in docs.results("smollm2_gap/gap")["modes"]["compiled"]["rows"]}
+    assert 0.63 < gap["all"]["k3_ratio"][0] < 0.70, "two thirds of the gap are left, say README and pages"

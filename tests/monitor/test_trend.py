@@ -1,11 +1,11 @@
 """The trend alarm on simulated series: how often it is wrong, how soon it is right, and that its parts are what they claim.
 
 Contract: at most 1 % of runs of 1,000 steps without growth raise an alarm, with independent, autocorrelated (0.5, 0.8) and
-heavy-tailed noise (slow wander exceeds it, as docs/alarm.md says). Growth and jumps are found within the steps asserted
+heavy-tailed noise (slow wander exceeds it, as docs/pages/alarm.md says). Growth and jumps are found within the steps asserted
 below. A fall never alarms, nor does a rise below the smallest that matters. There is one alarm per run, kept over a resume.
 
 The simulation (`simulate`) calls the module's own functions on many series at once, and one test holds it against the
-online detector. `python tests/monitor/test_trend.py` prints the operating characteristics that docs/alarm.md tabulates.
+online detector. `python tests/monitor/test_trend.py` prints the operating characteristics that docs/pages/alarm.md tabulates.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_the_evidence_is_an_e_value():
 
 
 def e(order, u):
-    """The e of docs/alarm.md for block ``u``, as it is written there."""
+    """The e of docs/pages/alarm.md for block ``u``, as it is written there."""
     n, k = u + 1, sum(value >= order[u] for value in order[: u + 1])
     return np.mean([n * ((k / n) ** a - ((k - 1) / n) ** a) for a in trend.BETS])
 
@@ -332,7 +332,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_of_the_alarm_says_what_the_code_has():
-    page = " ".join((ROOT / "docs" / "alarm.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "pages" / "alarm.md").read_text().split())
     bets = ", ".join(map(str, trend.BETS))
     rate = 1000 / BLOCK / trend.GROWTH
     for claim in (
@@ -359,7 +359,7 @@ def test_the_page_has_every_table_and_row_that_is_printed(capsys):
     """The figures are of 2,000 series. Five suffice for the names of rows and columns."""
     characteristics(5)
     printed = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
-    lines = (ROOT / "docs" / "alarm.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "pages" / "alarm.md").read_text().splitlines()
     page = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
     assert [row[0] for row in page] == [row[0] for row in printed]
     heads = [row for row in printed if row[1] == " iid "]
@@ -367,7 +367,7 @@ def test_the_page_has_every_table_and_row_that_is_printed(capsys):
 
 
 def characteristics(series: int) -> None:
-    """Print the tables of docs/alarm.md, from ``series`` series for false alarms and a fifth of them for the rest."""
+    """Print the tables of docs/pages/alarm.md, from ``series`` series for false alarms and a fifth of them for the rest."""
     kinds = ("iid", "ar0.5", "ar0.8", "t3", "wander")
 
     def head(name):

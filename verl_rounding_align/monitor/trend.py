@@ -16,7 +16,7 @@ were found by simulation: at most 0.5 % of false alarms in 1,000 steps, and at m
 **Slope** is a description and takes no part in the alarm: Theil-Sen over the last ``WINDOW`` steps with Sen's (1968) 95 %
 interval, corrected for autocorrelation.
 
-The page `docs/alarm.md` derives the tests and tabulates how often they are wrong and how soon they are right.
+The page `docs/pages/alarm.md` derives the tests and tabulates how often they are wrong and how soon they are right.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAN = float("nan")
 
 
 def starts_evidence(blocks: np.ndarray) -> np.ndarray:
-    """Return the evidence for growth since every block, M_s of docs/alarm.md.
+    """Return the evidence for growth since every block, M_s of docs/pages/alarm.md.
 
     For each start s it is a martingale with mean 1 where nothing grows.
 
