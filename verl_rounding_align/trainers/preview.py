@@ -36,7 +36,7 @@ def engine_preset(model: str, engine: str | None, rollout: auto.Rollout, key: st
         rollout: the engine as it will run.
     """
     if engine is None:
-        return presets.resolve("vllm", rollout.version, rollout.device, rollout.eager)
+        return presets.resolve(rollout.engine, rollout.version, rollout.device, rollout.eager)
     if engine == AUTO:
         return auto.probe(model, rollout, key)[0]
     return find_preset(engine, key, spec=auto.sized(model, rollout), mode=rollout.mode)

@@ -6,24 +6,13 @@ the probe refuses can say what they are, or why they cannot.
 
 from __future__ import annotations
 
+from ..cards import arch
 from ..fingerprint import Fingerprint
 
 # vLLM's own operators that replace a region's, and the two switches of all of them
 _CUSTOM_OPS = ("all", "none", "rms_norm", "silu_and_mul", "rotary_embedding", "apply_rotary_emb", "qk_norm_rope")
 _IR_OPS = ("rms_norm", "fused_add_rms_norm")
 _HARMLESS_PASSES = ("eliminate_noops", "enable_noop")
-
-
-def arch(device: str) -> str:
-    """Return what kernels on a device type are built for here."""
-    import torch
-
-    if device == "cpu":
-        amx = torch.cpu._is_amx_tile_supported()  # vLLM takes other kernels for experts then
-        return torch.backends.cpu.get_cpu_capability() + (" AMX" if amx else "")
-    if device == "cuda":
-        return "sm{}{}".format(*torch.cuda.get_device_capability())
-    return ""
 
 
 def of_config(config, rope_cache: str, dtype: str, model_impl: str = "vllm") -> Fingerprint:

@@ -125,7 +125,7 @@ def _preset(config, request, key: str):
         found, where = auto.probe(os.path.expanduser(path), engine, request.key)
         return found, f"{engine}; {where}"
     name = "actor_rollout_ref.rollout.name"
-    return presets.resolve("vllm", engine.version, engine.device, engine.eager, key=name), str(engine)
+    return presets.resolve(engine.engine, engine.version, engine.device, engine.eager, key=name), str(engine)
 
 
 def _checkpoint(path: str) -> dict:
