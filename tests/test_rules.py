@@ -59,12 +59,7 @@ def faults(source: str) -> list[str]:
     return found
 
 
-WAITING = pytest.mark.xfail(strict=False, reason="this file is being rewritten")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=WAITING) if n == "integrations/test_verl_key.py" else n for n in FILES]
-)
+@pytest.mark.parametrize("name", FILES)
 def test_a_test_file_keeps_the_rules(name):
     assert faults(FILES[name].read_text()) == []
 

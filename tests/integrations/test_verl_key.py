@@ -463,7 +463,8 @@ def test_the_rollouts_mode_is_read_wherever_it_is_set(updated, overrides, eager)
 
 def test_a_switched_off_fusion_makes_tensor_parallel_acceptable(updated):
     off = f"+{VLLM}.compilation_config.pass_config.fuse_allreduce_rms=False"
-    driver.prepare(updated(*ERRORS["tensor parallel, rollout"][0], off))
+    made = driver.prepare(updated(*ERRORS["tensor parallel, rollout"][0], off))
+    assert set(made) == {"actor", "ref"} and "none" not in made.values()
 
 
 # ----------------------------------------------------------------------------------------- settings that do not matter
@@ -489,7 +490,8 @@ def test_every_setting_that_is_refused_has_values_that_are_not(updated, name):
 
 
 def test_a_head_in_fp32_is_no_matter_to_any_region(updated):
-    driver.prepare(updated(f"+{KEY}=rope", f"+{VLLM}.hf_overrides.head_dtype=float32"))
+    made = driver.prepare(updated(f"+{KEY}=rope", f"+{VLLM}.hf_overrides.head_dtype=float32"))
+    assert made == driver.prepare(updated(f"+{KEY}=rope")) and "none" not in made.values()
 
 
 def described(model, **fields):
@@ -673,7 +675,7 @@ def drive(model, *overrides, **environment):
     command += ["actor_rollout_ref.rollout.name=vllm", *overrides]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **environment}
     start = time.monotonic()
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     print(f"failed in the driver after {time.monotonic() - start:.1f} s")  # shown by pytest -rP
     assert run.returncode == 1 and "ray init kwargs" not in run.stdout  # verl prints these before it starts Ray
     return run.stdout + run.stderr

@@ -297,9 +297,9 @@ def test_sub_steps_add_up_tokens_and_one_of_nans_spoils_nothing():
     one, two = measured(data()), measured(data(2))
     assert found["rounding_align/tokens_total"] == 26 and found["rounding_align/nonfinite_total"] == 13
     mean = (one["rounding_align/mismatch_k3"] + two["rounding_align/mismatch_k3"]) / 2
-    assert found["rounding_align/mismatch_k3"] == pytest.approx(mean, rel=1e-12)  # one fp64 rounding each: 2e-16
+    assert found["rounding_align/mismatch_k3"] == pytest.approx(mean, rel=1e-12, abs=0)  # one fp64 rounding each: 2e-16
     assert found["rounding_align/abs_diff_max"] == max(x["rounding_align/abs_diff_max"] for x in (one, two))
-    assert found["rounding_align/missing"] == pytest.approx(1 / 3, rel=1e-12)
+    assert found["rounding_align/missing"] == pytest.approx(1 / 3, rel=1e-12, abs=0)
     assert not any(math.isnan(x) for x in found.values())
     assert queue.fetched == [["response_mask", "advantages"]] * 3  # one transfer a sub-step
 
