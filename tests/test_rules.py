@@ -4,11 +4,13 @@ say, and none sleeps. Where a module's test lies is in tests/README.md."""
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "verl_rounding_align"
 FILES = {path.relative_to(TESTS).as_posix(): path for path in sorted(TESTS.rglob("*.py"))}
 NEVER_FALSE = (ast.Tuple, ast.GeneratorExp, ast.Lambda)  # as a condition
 
@@ -83,3 +85,36 @@ def test_each_rule_sees_what_breaks_it(source, fault):
 def test_a_source_without_faults_has_none():
     assert faults("def test_a():\n    assert f() == approx(1e-6, rel=1e-9, abs=0) and all(x for x in f())") == []
     assert faults("def f():\n    g()\ndef g():\n    assert x\ndef test_a():\n    f()") == []
+
+
+# ---- where a test lies
+
+
+README = (TESTS / "README.md").read_text()
+ROOMS = sorted(p.stem for p in PACKAGE.iterdir() if p.name[0] != "_" and (p.suffix == ".py" or p.is_dir()))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_tests_under_its_name_or_the_readme_says_where(room):
+    found = [*TESTS.glob(f"test_{room}.py"), *TESTS.glob(f"{room}/test_*.py")]
+    assert found or f"| `verl_rounding_align/{room}" in README
+
+
+def test_a_folder_of_tests_is_a_room_of_the_package():
+    folders = {Path(name).parts[0] for name in FILES if "/" in name}
+    assert folders - {"recipes"} <= set(ROOMS)
+
+
+def test_every_recipe_that_has_tests_under_its_name_exists():
+    recipes = {path.name for path in (TESTS.parent / "recipes").iterdir()}
+    assert {path.stem.removeprefix("test_") for path in (TESTS / "recipes").glob("test_*.py")} <= recipes
+
+
+def test_names_of_test_files_are_unique():
+    names = [Path(name).name for name in FILES if Path(name).name != "conftest.py"]
+    assert len(names) == len(set(names))
+
+
+def test_what_the_readme_names_exists():
+    named = set(re.findall(r"`((?:tests|verl_rounding_align|ci)/[\w./]*)`", README))
+    assert len(named) > 30 and [name for name in sorted(named) if not (TESTS.parent / name).exists()] == []
