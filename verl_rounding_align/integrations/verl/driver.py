@@ -79,7 +79,6 @@ def _requests(config) -> dict:
 def _plan(config, role: str, request, engines: dict, origins: list):
     """Return the Plan of a role that asks for one. ``engines`` keeps presets, ``origins`` says where they are from."""
     from ...engines import presets
-    from ...engines.vllm.settings import check_tensor_parallel
     from ...plan import build_plan
     from ...regions import GROUPS
 
@@ -99,7 +98,7 @@ def _plan(config, role: str, request, engines: dict, origins: list):
         )
     _check_role(config, role, plan, key)
     if request.engine is None or preset.probed:
-        check_tensor_parallel(config.actor_rollout_ref.rollout, preset, plan.groups, key)
+        _settings(config).check_tensor_parallel(config.actor_rollout_ref.rollout, preset, plan.groups, key)
     return plan
 
 
@@ -107,7 +106,6 @@ def _preset(config, request, key: str):
     """Return (Preset, where it is from) of the engine that a role is aligned to."""
     from ...engines import auto, presets
     from ...engines.probe import result
-    from ...engines.vllm.settings import rollout_engine
     from ...plan import find_preset
 
     file = request.engine is not None and not request.auto
@@ -116,7 +114,9 @@ def _preset(config, request, key: str):
     path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
     checkpoint = _checkpoint(path)
     named = functools.partial(origin, config)
-    engine = rollout_engine(rollout, config.trainer.device, file or request.auto, checkpoint, key, named)
+    engine = _settings(config).rollout_engine(
+        rollout, config.trainer.device, file or request.auto, checkpoint, key, named
+    )
     if file:
         spec = auto.sized(path, engine) if checkpoint else None
         found = find_preset(request.engine, f"{request.key} engine", spec=spec, mode=engine.mode)
@@ -126,6 +126,14 @@ def _preset(config, request, key: str):
         return found, f"{engine}; {where}"
     name = "actor_rollout_ref.rollout.name"
     return presets.resolve(engine.engine, engine.version, engine.device, engine.eager, key=name), str(engine)
+
+
+def _settings(config):
+    """Return the module that reads the settings of the rollout's engine; vLLM's for an engine that has no room here, whose
+    preset can be named all the same."""
+    from ...engines import ENGINES
+
+    return ENGINES.get(config.actor_rollout_ref.rollout.name, ENGINES["vllm"]).settings_module()
 
 
 def _checkpoint(path: str) -> dict:
@@ -211,11 +219,9 @@ def _check_run(config) -> None:
 
 def _check_angles(config) -> None:
     """Raise where only the trainer is told to rotate by other angles than the checkpoint's: the engine does not hear of it."""
-    from ...engines.vllm.settings import same_rope
-
     checkpoint = _checkpoint(config.actor_rollout_ref.model.path)
     for name, value in _trainer_overrides(config).items():
-        if name.startswith("rope_") and not same_rope(name, value, checkpoint):
+        if name.startswith("rope_") and not _settings(config).same_rope(name, value, checkpoint):
             raise ValueError(
                 f"actor_rollout_ref.model.override_config.{name}={value!r}: the trainer would rotate by other angles than the "
                 "engine, which is more than rounding; write it into the checkpoint's config.json, which both read, or leave "
@@ -231,9 +237,7 @@ def _trainer_overrides(config) -> dict:
 
 def _said(config):
     """Yield what a user should know of settings that are neither refused nor part of a plan."""
-    from ...engines.vllm.settings import said
-
-    yield from said(config.actor_rollout_ref.rollout, functools.partial(origin, config))
+    yield from _settings(config).said(config.actor_rollout_ref.rollout, functools.partial(origin, config))
     overrides = _trainer_overrides(config)
     dropout = overrides.get("attention_dropout")
     where = "actor_rollout_ref.model.override_config.attention_dropout"
@@ -249,8 +253,10 @@ def _said(config):
 
 def _check_role(config, role: str, plan, key: str) -> None:
     """Raise unless actor or ref can be aligned as its own settings are."""
-    from ...engines.vllm.settings import engine_args, engine_dtype, override
     from ...regions import GROUPS
+
+    settings = _settings(config)
+    override = settings.override
 
     place, model = f"actor_rollout_ref.{role}", config.actor_rollout_ref.model
     section = config.actor_rollout_ref[role]
@@ -285,8 +291,8 @@ def _check_role(config, role: str, plan, key: str) -> None:
             f"{where}={given!r}: the trainer computes in fp32 and rounds nothing, so there is nothing for {what} to align; "
             f"set {there} or {none}"
         )
-    args = engine_args(config.actor_rollout_ref.rollout, functools.partial(origin, config))
-    engine = engine_dtype(args, _checkpoint(model.path))
+    args = settings.engine_args(config.actor_rollout_ref.rollout, functools.partial(origin, config))
+    engine = settings.engine_dtype(args, _checkpoint(model.path))
     if engine.value not in ("auto", dtype):
         there = "mixed_precision" in section.fsdp_config
         same = {"bfloat16": "bf16", "float16": "fp16"}.get(engine.value)
