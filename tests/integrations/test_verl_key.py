@@ -248,7 +248,7 @@ ERRORS = {
     ),
     "KV cache": (
         [f"+{KEY}=rope", f"+{VLLM}.kv_cache_dtype=fp8"],
-        f"{VLLM}.kv_cache_dtype='fp8': keys and values would be stored in fewer bits, and no preset covers it; leave it out, "
+        f"{VLLM}.kv_cache_dtype='fp8': keys and values would be stored in another format than the model's, and no preset covers it; leave it out, "
         f"{ESCAPE}",
     ),
     "pipeline": (

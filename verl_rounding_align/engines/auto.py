@@ -50,7 +50,6 @@ class Rollout:
         compilation: fields of its ``compilation_config`` that move rounding (``custom_ops``).
         environment: variables that the run sets for the engine.
         tensor_parallel: most ranks that one model has.
-        said: what a user should know of other settings, one line each.
         engine: of ``engines.ENGINES``.
     """
 
@@ -61,7 +60,6 @@ class Rollout:
     compilation: Mapping = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     tensor_parallel: int = 1
-    said: tuple[str, ...] = ()
     engine: str = "vllm"
 
     @property

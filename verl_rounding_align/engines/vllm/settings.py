@@ -62,7 +62,7 @@ SETTINGS = {
     "rope_theta": Setting(REFUSED, (None,), "the engine would rotate by other angles than the trainer"),
     "quantization": Setting(REFUSED, (None,), "quantized layers round elsewhere"),
     "kv_cache_dtype": Setting(
-        REFUSED, (None, "auto", "bfloat16", "float16"), "keys and values would be stored in fewer bits"
+        REFUSED, (None, "auto"), "keys and values would be stored in another format than the model's"
     ),
     "speculative_config": Setting(
         SAID, (None, {}), "the model itself scores every token that a draft proposes, with kernels for several tokens"
@@ -71,6 +71,16 @@ SETTINGS = {
     "optimization_level": Setting(REFUSED, (None, 2), "it switches fusion passes"),
     "ir_op_priority": Setting(REFUSED, (None, {}), "it selects other kernels for the norms"),
     "kernel_config": Setting(REFUSED, (None, {}), "it selects other kernels"),
+}
+# What else is read, of the rollout section, the model section and the checkpoint: setting -> (what is done, meaning)
+BESIDE = {
+    "full_determinism": (REFUSED, "batch-invariant kernels round elsewhere; a probe can run with them"),
+    "qat.enable": (REFUSED, "quantized layers round elsewhere"),
+    "mtp.enable_rollout": (SAID, SETTINGS["speculative_config"].meaning),
+    "disaggregation.decode_tensor_model_parallel_size": (FOLLOWED, "as tensor_parallel_size, where it is larger"),
+    "quantization_config in config.json": (REFUSED, "quantized layers round elsewhere"),
+    "model.override_config.rope_*": (REFUSED, "the trainer would rotate by other angles than the engine"),
+    "model.override_config.attention_dropout": (SAID, "the update drops attention weights at random, no engine does"),
 }
 # fields of compilation_config that have no part in what is stored in which dtype
 _SAFE_COMPILATION = {
@@ -92,6 +102,21 @@ _SAFE_COMPILATION = {
 _MODES = {"NONE": 0, "STOCK_TORCH_COMPILE": 1, "DYNAMO_TRACE_ONCE": 2, "VLLM_COMPILE": 3}
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _NOOPS = ("eliminate_noops", "enable_noop")  # passes that move no value
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Return (setting, what is done, meaning) of everything that is read, for the documentation.
+
+    >>> table()[0]
+    ('engine_kwargs.vllm.dtype', 'followed', 'the model dtype; it must be the one that the trainer computes in')
+    """
+
+    def done(row: Setting) -> str:
+        harmless = " or ".join(str(x) for x in row.safe if x not in (None, {}))
+        return f"{REFUSED} unless {harmless}" if row.done == REFUSED and harmless else row.done
+
+    own = [(f"engine_kwargs.vllm.{name}", done(row), row.meaning) for name, row in SETTINGS.items()]
+    return own + [(name, *row) for name, row in BESIDE.items()]
 
 
 @dataclass(frozen=True)
@@ -285,7 +310,6 @@ def rollout_engine(
         moves,
         environment,
         tensor_parallel=tensor_parallel(rollout, args).value,
-        said=tuple(said(rollout, named)),
     )
 
 
