@@ -22,6 +22,7 @@ from verl_rounding_align.engines.fingerprint import (
     Fingerprint,
     judge,
 )
+from verl_rounding_align.engines.presets import PRESETS
 from verl_rounding_align.engines.vllm.plugin import rounding_align_fingerprint
 
 CPU = verified("vllm_compiled")
@@ -247,3 +248,21 @@ def test_a_split_graph_has_another_fingerprint():
 
     split = of_config(layers.engine_config("compiled", split=True), "bfloat16", "bfloat16")
     assert split.split and presets.get("vllm_compiled").judge(split).status != VERIFIED
+
+
+def test_a_row_that_nobody_ran_says_what_it_does_not_cover():
+    row, running = PRESETS["vllm_compiled_split"], replace(CPU, device="cuda", split=True)
+    later = row.judge(replace(running, version="0.40.0", ir_op_priority=("rms_norm=vllm_c",)))
+    assert later.status == UNVERIFIED
+    assert later.why.endswith(
+        "; the engine is 0.40.0, and the row covers 0.8.5-0.33.0; the engine takes rms_norm=vllm_c, and the row was read for "
+        "native ones"
+    )
+    assert "covers" not in row.judge(replace(running, ir_op_priority=())).why, "negative control"
+
+
+def test_an_engines_own_model_code_contradicts_nothing_and_transformers_code_does():
+    own = replace(PRESETS["vllm_compiled_split"], engine="other")
+    running = replace(CPU, engine="other", device="cuda", split=True, model_impl="other")
+    assert own.judge(running).status == UNVERIFIED
+    assert own.judge(replace(running, model_impl="transformers")).status == CONTRADICTED

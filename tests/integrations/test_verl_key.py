@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,7 @@ from verl_rounding_align.integrations.verl import config as keys
 from verl_rounding_align.plan import parse_plan
 
 pytestmark = pytest.mark.verl
-ESCAPE = f"or name the engine's preset: '++{KEY}={{regions:all,engine:PRESET}}'"
+ESCAPE = f"or set ++{KEY}=none"
 ASK = f"or let the engine be asked: ++{KEY}=auto"
 NONE = f"++{KEY}=none"
 
@@ -362,8 +363,7 @@ PROPOSALS = {case: proposed(message) for case, (_, message) in ERRORS.items()}
 def test_the_messages_propose_what_they_should():
     assert PROPOSALS["liger"] == ["actor_rollout_ref.model.use_liger=False", NONE]
     off = f"{VLLM}.compilation_config.pass_config"
-    named = f"++{KEY}={{regions:all,engine:PRESET}}"
-    assert PROPOSALS["fusion pass"] == [f"++{off}.enable_qk_norm_rope_fusion=False", named]
+    assert PROPOSALS["fusion pass"] == [f"++{off}.enable_qk_norm_rope_fusion=False", f"++{KEY}=none"]
     assert PROPOSALS["tensor parallel, rollout"] == [f"+{off}.fuse_allreduce_rms=False"]
     assert PROPOSALS["V0"] == ["trainer.use_v1=True"] and PROPOSALS["compilation mode"] == []
 
@@ -518,7 +518,35 @@ def test_a_quantized_checkpoint_is_refused(updated, model):
         "actor_rollout_ref.model.path: its config.json has a quantization_config (fp8): quantized layers round elsewhere, and "
         f"no preset covers it; take a checkpoint that is not quantized, {ESCAPE}"
     )
-    driver.prepare(updated(path, f"+{KEY}={{regions: rope, engine: vllm_cuda}}"))
+    with pytest.raises(
+        ValueError, match="quantized layers round elsewhere"
+    ):  # a preset that is named covers it no more
+        driver.prepare(updated(path, f"+{KEY}={{regions: rope, engine: vllm_cuda}}"))
+    driver.prepare(updated(path, f"+{KEY}={{regions: rope, engine: fp32}}"))  # describes no engine
+
+
+def test_a_compilation_config_that_is_one_text_is_kept_by_the_override(updated):
+    key = f"{VLLM}.compilation_config"
+    overrides = [f"+{KEY}=paper", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", f"+{key}='{{\"mode\": 3}}'"]
+    with pytest.raises(ValueError) as error:
+        driver.prepare(updated(*overrides))
+    (whole,) = proposed(str(error.value))
+    assert whole == f"++{key}={{mode:3,pass_config:{{fuse_allreduce_rms:False}}}}"
+    driver.prepare(updated(*overrides, whole))
+
+
+def test_the_same_angles_in_another_form_are_accepted_and_others_are_not(updated, model):
+    path, override = described(model, rope_theta=1e6), "+actor_rollout_ref.model.override_config.rope_parameters"
+    driver.prepare(updated(path, f"+{KEY}=rope", f"{override}={{rope_theta: 1e6}}"))
+    for other in ("{rope_theta: 1e4}", "{rope_theta: 1e6, rope_type: linear, factor: 2.0}"):
+        with pytest.raises(ValueError, match="rotate by other angles"):
+            driver.prepare(updated(path, f"+{KEY}=rope", f"{override}={other}"))
+
+
+def test_a_verl_that_calls_its_config_otherwise_is_left_alone():
+    module = SimpleNamespace(validate_config=lambda settings, use_reference_policy, use_critic: "as it is")
+    assert driver.on_config(module) == []
+    assert module.validate_config({"any": 1}, True, False) == "as it is"
 
 
 @pytest.mark.parametrize(("stored", "accepted"), [("bfloat16", True), ("float16", False), ("float32", True)])

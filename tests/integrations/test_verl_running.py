@@ -101,6 +101,36 @@ def test_an_engine_that_nobody_verified_is_named_with_what_to_run(capsys, plan, 
     )
 
 
+def test_ranks_alone_are_said_without_advice_that_cannot_help(capsys):
+    assert engines(replica([replace(EAGER, tensor_parallel=2)])).look() is False
+    said = capsys.readouterr().out
+    assert "the engine has tensor_parallel=2, vllm_cpu was verified with 1; ranks alone move no rounding point" in said
+    assert "probe --model" not in said and "auto" not in said
+
+
+def test_a_fused_all_reduce_contradicts_the_groups_that_it_moves_and_no_others(capsys):
+    """vLLM's default on Hopper and Blackwell with several ranks; the driver accepts rope and swiglu there."""
+    hopper = replace(
+        EAGER, device="cuda", mode="compiled", backend="inductor", split=True, custom_ops=("none",), arch="sm90"
+    )
+    hopper = replace(hopper, tensor_parallel=2, passes=("fuse_allreduce_rms",))
+    for accepted in ("rope", "rope+swiglu"):
+        assert engines(replica([hopper]), plan=parse_plan(accepted, "vllm_compiled_split")).look() is False
+    assert "engine unverified: vllm_compiled_split was not compared with an engine" in capsys.readouterr().out
+    for refused in ("add_rms_norm", "paper", "carry"):
+        with pytest.raises(NotApplied, match="fuse_allreduce_rms"):
+            engines(replica([hopper]), plan=parse_plan(refused, "vllm_compiled_split")).look()
+
+
+def test_a_replica_whose_judgement_failed_is_never_verified(monkeypatch):
+    found = engines(replica([EAGER]))
+    monkeypatch.setattr(found, "_judge", lambda new: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        found.look()
+    assert found.look() is False
+    assert engines(replica([EAGER])).look() is True, "negative control"
+
+
 def test_one_replica_that_contradicts_the_plan_stops_the_run():
     other = verified("vllm_compiled")
     with pytest.raises(NotApplied) as error:

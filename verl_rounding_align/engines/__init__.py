@@ -36,7 +36,7 @@ class Engine:
             ``module:function`` of it, which is imported when it is needed.
         environment: (name, value) of variables that are set before that, unless the user has set them.
         settings: the module that reads a rollout's settings before the engine starts; it has ``rollout_engine``,
-            ``engine_args``, ``engine_dtype``, ``check_tensor_parallel``, ``same_rope``, ``said`` and ``override``, as
+            ``check``, ``engine_args``, ``engine_dtype``, ``check_tensor_parallel``, ``same_rope``, ``said`` and ``override``, as
             ``vllm/settings.py`` has them. "" if there is none.
         generate: the module that samples responses in a process of its own, ``python -m MODULE FOLDER``; "" if there is none.
     """

@@ -10,7 +10,7 @@ This file is pure: no engine is imported. ``vllm/fingerprint.py`` reads a finger
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 VERIFIED, UNVERIFIED, CONTRADICTED = "verified", "unverified", "contradicted"
@@ -33,6 +33,12 @@ _DECISIVE = (
 # Passes that match nothing here: of quantization without any, and of latent attention, which no supported family has.
 _QUANTIZED = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_fusion", "enable_attn_fusion")
 _LATENT = ("fuse_rope_kvcache_cat_mla", "fuse_mla_dual_rms_norm")
+# What a pass fuses: groups whose rounding it can move. A pass that is not listed may move any group.
+MOVES = {
+    "fuse_allreduce_rms": frozenset({"add_rms_norm", "carry"}),
+    "enable_sp": frozenset({"add_rms_norm", "carry"}),  # sequence parallelism splits the add and the norm over ranks
+    "enable_qk_norm_rope_fusion": frozenset({"rope"}),
+}
 
 
 @dataclass(frozen=True)
@@ -127,30 +133,43 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a plan is worth for a running engine: ``status`` and why, a phrase."""
+    """What a plan is worth for a running engine: ``status``, why, in a phrase, and the fields that differ."""
 
     status: str
     why: str
+    fields: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.status}: {self.why}" if self.why else self.status
 
 
-def fused(running: Fingerprint, verified: Fingerprint | None = None) -> tuple[str, ...]:
+def fused(
+    running: Fingerprint, verified: Fingerprint | None = None, groups: Collection[str] | None = None
+) -> tuple[str, ...]:
     """Return the fusion passes of a running engine that move its rounding away from what was verified.
+
+    Args:
+        running: the engine's own fingerprint.
+        verified: what the points were compared with; None for an engine without passes.
+        groups: the groups that a plan aligns; a pass that moves none of them does not count. None: every group.
 
     >>> fused(Fingerprint("vllm", "0.30.0", "cuda", "compiled", passes=("fuse_act_quant", "fuse_allreduce_rms")))
     ('fuse_allreduce_rms',)
+    >>> fused(Fingerprint("vllm", "0.30.0", "cuda", "compiled", passes=("fuse_allreduce_rms",)), groups=["rope"])
+    ()
     """
     inert = _LATENT if running.quantization else _QUANTIZED + _LATENT
     known = () if verified is None else verified.passes
-    return tuple(name for name in running.passes if name not in inert and name not in known)
+    moving = (name for name in running.passes if groups is None or name not in MOVES or MOVES[name] & set(groups))
+    return tuple(name for name in moving if name not in inert and name not in known)
 
 
-def _decisive(running: Fingerprint, verified: Fingerprint, dtype: str | None) -> list[str]:
+def _decisive(
+    running: Fingerprint, verified: Fingerprint, dtype: str | None, groups: Collection[str] | None
+) -> list[str]:
     """Return the fields that contradict ``verified``."""
     fields = [name for name in _DECISIVE if getattr(running, name) != getattr(verified, name)]
-    if "passes" in fields and not fused(running, verified):
+    if "passes" in fields and not fused(running, verified, groups):
         fields.remove("passes")
     if "dtype" in fields and running.dtype == dtype:
         fields.remove("dtype")
@@ -169,7 +188,13 @@ def other_dtype(running: Fingerprint, dtype: str | None) -> str:
     return f"the engine has dtype={running.dtype!r}, the trainer computes in {dtype or 'bfloat16 or float16'}"
 
 
-def judge(running: Fingerprint, verified: Sequence[Fingerprint], name: str, dtype: str | None = None) -> Judgement:
+def judge(
+    running: Fingerprint,
+    verified: Sequence[Fingerprint],
+    name: str,
+    dtype: str | None = None,
+    groups: Collection[str] | None = None,
+) -> Judgement:
     """Compare a running engine with the engines that a preset or probe result was verified on.
 
     Args:
@@ -178,6 +203,7 @@ def judge(running: Fingerprint, verified: Sequence[Fingerprint], name: str, dtyp
         name: what the plan calls them, for the message.
         dtype: what the trainer computes in, by torch's name. An engine in another one contradicts the plan; where both have
             one that was not verified, the plan is unverified. None: it is what was verified.
+        groups: the groups that the plan aligns; a fusion pass that moves none of them contradicts nothing. None: every group.
 
     >>> cpu = Fingerprint("vllm", "0.30.0", "cpu", "compiled", "inductor", torch="2.13.0")
     >>> print(judge(cpu, [cpu], "vllm_compiled"))
@@ -192,13 +218,13 @@ def judge(running: Fingerprint, verified: Sequence[Fingerprint], name: str, dtyp
     """
     if dtype is not None and other_dtype(running, dtype):
         return Judgement(CONTRADICTED, other_dtype(running, dtype))
-    nearest = min(verified, key=lambda v: (bool(_decisive(running, v, dtype)), len(v.differences(running))))
+    nearest = min(verified, key=lambda v: (bool(_decisive(running, v, dtype, groups)), len(v.differences(running))))
     differences = nearest.differences(running)
     if not differences:
         return Judgement(VERIFIED, "")
-    decisive = _decisive(running, nearest, dtype)
+    decisive = _decisive(running, nearest, dtype, groups)
     text = "; ".join(
         f"the engine has {field}={differences[field][1]!r}, {name} was verified with {differences[field][0]!r}"
         for field in decisive or differences
     )
-    return Judgement(CONTRADICTED if decisive else UNVERIFIED, text)
+    return Judgement(CONTRADICTED if decisive else UNVERIFIED, text, tuple(decisive or differences))

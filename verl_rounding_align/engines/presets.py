@@ -12,7 +12,7 @@ it says nothing (:meth:`Preset.knows`), and a plan that asks for such a group is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 
 from packaging.specifiers import SpecifierSet
@@ -99,34 +99,43 @@ class Preset:
         ends = [f">={low}"] * (low is not None) + [f"<={high}"] * (high is not None)
         return releases.covers(SpecifierSet(",".join(ends)), version)
 
-    def judge(self, running: Fingerprint, dtype: str | None = None) -> Judgement:
+    def judge(self, running: Fingerprint, dtype: str | None = None, groups: Collection[str] | None = None) -> Judgement:
         """Return what this row is worth for a running engine: verified, unverified or contradicted, and why.
 
         Args:
             running: the engine's own fingerprint.
             dtype: what the trainer computes in, by torch's name; None if it is not known.
+            groups: the groups that the plan aligns; a fusion pass that moves none of them contradicts nothing.
         """
         if self.verified:
-            return judge(running, self.verified, self.name, dtype)
+            return judge(running, self.verified, self.name, dtype, groups)
         if self.engine is None:
             return Judgement(UNVERIFIED, f"{self.name} describes no engine")
         mode = "eager" if self.eager else "compiled"
         claimed = dict(engine=self.engine, device=self.device, mode=mode, batch_invariant=False)
-        claimed |= dict(emulate_precision_casts=False, quantization="", model_impl="vllm")
+        own = running.model_impl if running.model_impl == self.engine else "vllm"  # the engine's own model code
+        claimed |= dict(emulate_precision_casts=False, quantization="", model_impl=own)
         claimed |= {} if self.split is None else dict(split=self.split)
         other = {name: getattr(running, name) for name, x in claimed.items() if getattr(running, name) != x}
         moved = [op for op in running.custom_ops if op.startswith("-" if self.eager else "+") or op == _OTHER[mode]]
         if moved:  # single operators that depart from the mode's default
             other["custom_ops"], claimed["custom_ops"] = running.custom_ops, ("all",) if self.eager else ("none",)
-        if fused(running):
-            other["passes"], claimed["passes"] = fused(running), ()
+        moving = fused(running, groups=groups)
+        if moving:
+            other["passes"], claimed["passes"] = moving, ()
         texts = [f"the engine has {n}={x!r}, {self.name} is for {claimed[n]!r}" for n, x in other.items()]
         texts += filter(None, [other_dtype(running, dtype)])
         if texts:
             return Judgement(CONTRADICTED, "; ".join(texts))
         why = f"{self.name} was not compared with an engine ({self.source})"
-        ranks = f"; the engine has tensor_parallel={running.tensor_parallel}" if running.tensor_parallel > 1 else ""
-        return Judgement(UNVERIFIED, why + ranks)
+        if running.tensor_parallel > 1:
+            why += f"; the engine has tensor_parallel={running.tensor_parallel}"
+        if not self.covers(running.version):
+            why += f"; the engine is {running.version}, and the row covers {'-'.join(v or '' for v in self.versions)}"
+        other_kernels = [op for op in running.ir_op_priority if not op.endswith("=native")] if not self.eager else []
+        if other_kernels:
+            why += f"; the engine takes {', '.join(other_kernels)}, and the row was read for native ones"
+        return Judgement(UNVERIFIED, why)
 
     def as_dict(self) -> dict:
         """Return the fields as JSON and config files can hold them."""

@@ -48,6 +48,7 @@ def rounding_align_fingerprint(worker) -> dict:
 
         return {name: list(x) if isinstance(x, tuple) else x for name, x in vars(of_worker(worker)).items()}
     except Exception as error:
+        logger.exception("rounding_align: this worker cannot say what it is asked")
         return {"missing": f"{type(error).__name__}: {error}"}
 
 
@@ -61,6 +62,7 @@ def rounding_align_digest(worker) -> dict:
 
         return of_worker(worker)
     except Exception as error:
+        logger.exception("rounding_align: this worker cannot say what it is asked")
         return {"missing": f"{type(error).__name__}: {error}"}
 
 

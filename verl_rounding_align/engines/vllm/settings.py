@@ -269,9 +269,43 @@ def rollout_engine(
     """
     if rollout.get("name") != "vllm":
         presets.resolve(rollout.get("name"), "0", "cuda", False, key=f"{SECTION}.name")  # raises, with the known ones
+    args, compilation, eager, environment = check(rollout, probed, checkpoint, align, named)
+    moves = {"custom_ops": list(compilation["custom_ops"])} if compilation.get("custom_ops") else {}
+    if device == "cuda":
+        import torch
+
+        device = "rocm" if torch.version.hip else "cuda"
+    return Rollout(
+        _vllm_version(align),
+        device,
+        eager,
+        engine_dtype(args, checkpoint).value,
+        moves,
+        environment,
+        tensor_parallel=tensor_parallel(rollout, args).value,
+    )
+
+
+def check(
+    rollout,
+    probed: bool = False,
+    checkpoint: Mapping | None = None,
+    align: str = ALIGN,
+    named: Callable[[str], str] = str,
+) -> tuple[dict[str, Given], dict, bool, dict[str, str]]:
+    """Refuse a setting that moves the engine's rounding and that nothing covers.
+
+    Args: see :func:`rollout_engine`.
+
+    Returns:
+        The engine's arguments, its compilation settings, whether it runs op by op, and variables that the run sets for it.
+
+    Raises:
+        ValueError: such a setting, with what to write instead.
+    """
     args = engine_args(rollout, named)
     ask = f"or let the engine be asked: {override(align, 'auto', there=True)}"
-    escape = f"or name the engine's preset: {_preset_named(align)}"
+    escape = f"or set {override(align, 'none', there=True)}"
     environment = {}
     if rollout.get("full_determinism", False) or os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         environment["VLLM_BATCH_INVARIANT"] = "1"
@@ -296,21 +330,9 @@ def rollout_engine(
     _check_model(args, checkpoint, escape)
     compilation, place = _compilation(args)
     eager = bool(args["enforce_eager"].value) if "enforce_eager" in args else False
-    eager = _check_compilation(compilation, eager, place, escape, ask, probed)
-    moves = {"custom_ops": list(compilation["custom_ops"])} if compilation.get("custom_ops") else {}
-    if device == "cuda":
-        import torch
-
-        device = "rocm" if torch.version.hip else "cuda"
-    return Rollout(
-        _vllm_version(align),
-        device,
-        eager,
-        engine_dtype(args, checkpoint).value,
-        moves,
-        environment,
-        tensor_parallel=tensor_parallel(rollout, args).value,
-    )
+    written = args["compilation_config"].value if "compilation_config" in args else None
+    eager = _check_compilation(compilation, eager, place, escape, ask, probed, written)
+    return args, compilation, eager, environment
 
 
 def _check_model(args: Mapping[str, Given], checkpoint: Mapping | None, escape: str) -> None:
@@ -335,9 +357,17 @@ def _check_model(args: Mapping[str, Given], checkpoint: Mapping | None, escape: 
 def same_rope(name: str, value, checkpoint: Mapping | None) -> bool:
     """Return whether a checkpoint's ``config.json`` has this value of a rotary setting anyway."""
     checkpoint = checkpoint or {}
-    return (
-        name in checkpoint and checkpoint[name] == value or (checkpoint.get("rope_parameters") or {}).get(name) == value
-    )
+    own = {
+        name: x for name, x in checkpoint.items() if name in ("rope_theta", "partial_rotary_factor") and x is not None
+    }
+    own |= checkpoint.get("rope_parameters") or checkpoint.get("rope_scaling") or {}
+    if isinstance(value, Mapping):  # a scaling that is not named is none
+        wanted, own = (
+            {"rope_type": "default", **{"rope_type" if k == "type" else k: x for k, x in one.items()}}
+            for one in (value, own)
+        )
+        return wanted == own
+    return (name in checkpoint and checkpoint[name] == value) or (name in own and own[name] == value)
 
 
 def _compilation(args: Mapping[str, Given]) -> tuple[dict, str]:
@@ -346,7 +376,18 @@ def _compilation(args: Mapping[str, Given]) -> tuple[dict, str]:
     return _mapping(given.value, given.key), given.key
 
 
-def _check_compilation(compilation: Mapping, eager: bool, prefix: str, escape: str, ask: str, probed: bool) -> bool:
+def _without(compilation: Mapping, prefix: str, written: object, name: str) -> str:
+    """Return the override that switches a pass off; where the whole config is written as one JSON text, that text merged."""
+    passes = {**_mapping(compilation.get("pass_config"), f"{prefix}.pass_config"), name: False}
+    if isinstance(written, str):
+        return override(prefix, {**compilation, "pass_config": passes}, there=True)
+    there = name in (compilation.get("pass_config") or {})
+    return override(f"{prefix}.pass_config.{name}", False, there)
+
+
+def _check_compilation(
+    compilation: Mapping, eager: bool, prefix: str, escape: str, ask: str, probed: bool, written: object = None
+) -> bool:
     """Return whether vLLM runs eager kernels, from ``enforce_eager`` and its compilation_config."""
     modes = set()
     for name in ("mode", "level"):
@@ -367,7 +408,7 @@ def _check_compilation(compilation: Mapping, eager: bool, prefix: str, escape: s
     passes = _mapping(compilation.get("pass_config"), f"{prefix}.pass_config")
     for name, value in passes.items():
         if value is True and name not in _NOOPS:
-            off = override(f"{prefix}.pass_config.{name}", False, there=True)
+            off = _without(compilation, prefix, written, name)
             raise ValueError(
                 f"{prefix}.pass_config.{name}=True: it fuses across regions and no preset covers it; set {off}, {escape}"
             )
@@ -413,7 +454,8 @@ def check_tensor_parallel(rollout, preset: presets.Preset, groups, align: str = 
     compilation, place = _compilation(args)
     passes = _mapping(compilation.get("pass_config"), f"{place}.pass_config")
     if passes.get("fuse_allreduce_rms") is not False:
-        off = override(f"{place}.pass_config.fuse_allreduce_rms", False, there="fuse_allreduce_rms" in passes)
+        written = args["compilation_config"].value if "compilation_config" in args else None
+        off = _without(compilation, place, written, "fuse_allreduce_rms")
         raise ValueError(
             f"{ranks.key}={ranks.value}: vLLM may fuse the all-reduce with add and norm, which moves the rounding of "
             f"{align}={'+'.join(groups)!r}; set {off}, or leave out {' and '.join(groups)}"

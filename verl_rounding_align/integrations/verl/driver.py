@@ -110,7 +110,12 @@ def _preset(config, request, key: str):
 
     file = request.engine is not None and not request.auto
     if file and not result.is_file(request.engine):
-        return find_preset(request.engine, f"{request.key} engine"), "preset named in the config"
+        found = find_preset(request.engine, f"{request.key} engine")
+        if found.engine is not None:  # what the running engine would contradict is said before it is started
+            named = functools.partial(origin, config)
+            checkpoint = _checkpoint(config.actor_rollout_ref.model.path)
+            _settings(config).check(config.actor_rollout_ref.rollout, False, checkpoint, key, named)
+        return found, "preset named in the config"
     path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
     checkpoint = _checkpoint(path)
     named = functools.partial(origin, config)
@@ -324,8 +329,11 @@ def on_config(module) -> list[str]:
         def validate_config(*args, **kwargs):
             from omegaconf import open_dict
 
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            config = given["config"]
+            try:
+                given = inspect.signature(original).bind(*args, **kwargs).arguments
+                config = given["config"]
+            except (TypeError, KeyError):  # another verl: it refuses the key by itself, and runs without it as it is
+                return original(*args, **kwargs)
             resolved = prepare(config, given.get("use_reference_policy", True))
             take(config.actor_rollout_ref)  # verl's own dataclasses do not know the key
             result = original(*args, **kwargs)

@@ -1,11 +1,13 @@
 """The running engines: each is asked what it is, also one that appears late, and compared with what each role is aligned to."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 
 from . import KEY, NotApplied
 from .config import compute_dtype
 
+logger = logging.getLogger("verl_rounding_align")
 TIMEOUT = 120  # seconds that all engines together have to say what they are
 
 
@@ -67,7 +69,10 @@ def ask(found: list[Replica]) -> None:
                     replica.missing.append(fields["missing"])
                 else:
                     replica.fingerprints.append(Fingerprint.from_dict(fields))
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            replica.missing.append(_brief(error))
         except Exception as error:
+            logger.exception("rounding_align: an engine's answer could not be read")
             replica.missing.append(_brief(error))
     for replica in found:
         heard = len(replica.fingerprints) + len(replica.missing)
@@ -105,7 +110,8 @@ class Engines:
         if new:
             ask(new)
             self.asked += new
-            self.doubted = not self._judge(new) or self.doubted
+            doubted, self.doubted = self.doubted, True  # until every new one is judged, whatever stops that
+            self.doubted = not self._judge(new) or doubted
         if not now:
             self._say("engine unverified: the trainer knows no rollout replica")
         return bool(now) and not self.doubted
@@ -121,7 +127,7 @@ class Engines:
             auto = override(key, "auto", there=True)
             dtype, _ = compute_dtype(self.trainer.config.actor_rollout_ref[role])
             for fingerprint in dict.fromkeys(x for replica in new for x in replica.fingerprints):
-                judgement = preset.judge(fingerprint, dtype)
+                judgement = preset.judge(fingerprint, dtype, plan.groups)
                 if judgement.status == CONTRADICTED:
                     remedy = "probe the engine with the settings it runs with" if preset.probed else f"set {auto}"
                     raise NotApplied(
@@ -136,6 +142,11 @@ class Engines:
                         "environment"
                     )
                     advice = f"; {run}" if preset.probed else f"; {run}, or set {auto}"
+                    if set(judgement.fields) == {"tensor_parallel"}:  # a probe runs on one rank: it would not help
+                        advice = (
+                            "; ranks alone move no rounding point, since the all-reduce stores its sum in the model dtype, and "
+                            "no probe runs on several"
+                        )
                 self._say(f"{role}: engine {judgement}{advice}; {fingerprint}")
             for reason in dict.fromkeys(x for replica in new for x in replica.missing):
                 every = False

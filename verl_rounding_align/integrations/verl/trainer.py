@@ -291,12 +291,13 @@ def sites(trainer) -> dict[str, int]:
         NotApplied: ranks disagree, or what they did is not what the config asks for.
     """
     groups = {id(g): g for g in (trainer.actor_rollout_wg, getattr(trainer, "ref_policy_wg", None)) if g is not None}
-    reports = []
+    reports, plans = [], Run.of(trainer).plans
     for group in groups.values():
-        if not hasattr(group, "rounding_align_report"):
+        if hasattr(group, "rounding_align_report"):
+            reports += group.rounding_align_report()
+        elif plans:
             raise NotApplied(f"{KEY} was asked for, and verl's workers were built without verl_rounding_align")
-        reports += group.rounding_align_report()
-    counts, plans = {}, Run.of(trainer).plans
+    counts = {}
     for role in ROLES:
         entries = [report[role] for report in reports if role in report]
         found = {(entry["plan"], entry["sites"]) for entry in entries}
