@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import MODEL_TYPES, step, tiny, tokens
 from torch.nn import functional as F
@@ -72,6 +72,7 @@ def test_every_pattern_of_one_octave_rounds_to_the_nearest_integer_ties_to_even(
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(BITS))
+@example(0x7F7FFFFF, BITS[0])  # the largest number, which rounds to infinity; drawn too seldom
 def test_any_pattern_rounds_to_the_nearest_by_rational_arithmetic(pattern, bits):
     x = struct.unpack("<f", struct.pack("<I", pattern))[0]
     got = parse(f"p{bits}").round(values([pattern])).item()
