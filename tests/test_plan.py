@@ -144,12 +144,12 @@ def test_a_rollout_gets_its_preset(version, device, eager, name):
         ),
         (
             ("vllm", "0.34.0", "cuda", True),
-            "rollout.name='vllm': no rounding preset for vllm 0.34.0 (eager, cuda); releases covered: 0.24.0-0.33.0, "
-            "0.23.0-0.23.0, 0.20.0-0.22.1, 0.8.5-0.19.1",
+            "rollout.name='vllm': no rounding preset for vllm 0.34.0 (eager, cuda); releases covered: 0.24.0 to 0.33.0, "
+            "0.23.0 to 0.23.0, 0.20.0 to 0.22.1, 0.8.5 to 0.19.1",
         ),
         (
             ("vllm", "0.8.4", "cpu", False),
-            "rollout.name='vllm': no rounding preset for vllm 0.8.4 (compiled, cpu); releases covered: 0.28.0-0.32.0",
+            "rollout.name='vllm': no rounding preset for vllm 0.8.4 (compiled, cpu); releases covered: 0.28.0 to 0.32.0",
         ),
     ],
 )

@@ -22,7 +22,7 @@ Rooms, from the ground up; each imports only from those above it in this list:
 
 Where something new goes: a region is a file in regions/, an engine's preset a row in engines/presets.py, an engine a room in
 engines/, a model family a row in families.py, a trainer that is no Hugging Face model a file in trainers/, a framework a room
-in integrations/, a metric of a training step a function in monitor/, a tool a room. tests/test_rooms.py adds one of each.
+in integrations/, a metric of a training step a function in monitor/ and a row of its METRICS, a tool a room. tests/test_rooms.py adds one of each.
 
 Public names are loaded at first use, so that an entry point which imports this package costs next to nothing.
 """

@@ -10,6 +10,7 @@ import torch
 from tiny import ALL, tiny, tokens
 
 from verl_rounding_align import align
+from verl_rounding_align.engines.presets import PRESETS
 
 
 def test_the_block_is_aligned_and_what_follows_is_not():
@@ -75,3 +76,15 @@ def test_undo_leaves_frequencies_that_somebody_has_replaced():
     with pytest.warns(RuntimeWarning, match="undo left rotary_emb.inv_freq as it is"):
         assert alignment.undo() == ["rotary_emb.inv_freq"]
     assert rotary.inv_freq is theirs
+
+
+def test_the_engine_has_to_be_named_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError) as error:
+        align(tiny("qwen3"), "rope", backend="eager")
+    assert str(error.value) == (
+        "rounding_align='rope': engine=None: name the preset of the engine that generates, for example "
+        f"engine='vllm_compiled_split' for compiled vLLM on CUDA; choose from {', '.join(PRESETS)}"
+    )
+    for named in (dict(plan="rope", engine="vllm_cuda"), dict(plan={"regions": "rope", "engine": "vllm_cuda"})):
+        assert align(tiny("qwen3"), backend="eager", **named).plan.engine == "vllm_cuda"

@@ -43,7 +43,7 @@ MOVES = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Everything of an engine that is known to be able to move rounding.
+    """Every engine setting that is known to change where it rounds.
 
     Args:
         engine, version: name and release, without a local part (``0.30.0``).

@@ -36,7 +36,7 @@ class Preset:
         evidence: group -> ``bitwise``, ``source`` or ``unproven``; a group that is missing is unproven.
         source: what the row mirrors, with versions.
         engine, device, eager: the rollout this row is chosen for by :func:`resolve`; engine None is never chosen.
-        split: whether the row holds for a graph split at attention, or for a whole one; None where that is no matter.
+        split: whether the row holds for a graph split at attention, or for a whole one; None where it does not matter.
         versions: inclusive (lowest, highest) engine release covered; None is open.
         note: what else a reader should know.
         rest: what holds at a site kind that ``points`` does not list: ``stored`` (every point of its region), ``kept``
@@ -164,11 +164,13 @@ class Preset:
 
 
 def _points(
-    rope: str = "", mlp: str = "", experts: str = "", add: str = "", mlp_add: str | None = None
+    rope: str = "", mlp: str = "", experts: str = "", add: str = "", mlp_add: str | None = None, **kinds: str
 ) -> dict[str, frozenset[str]]:
-    """Return a row's points from blank-separated names; ``add`` holds at all three adds unless ``mlp_add`` says else."""
+    """Return a row's points from blank-separated names; ``add`` holds at all three adds unless ``mlp_add`` says else.
+    Further site kinds are given by their own names.
+    """
     after_mlp = add if mlp_add is None else mlp_add
-    names = dict(attention=rope, mlp=mlp, experts=experts, attn_add=add, mlp_add=after_mlp, final=after_mlp)
+    names = dict(attention=rope, mlp=mlp, experts=experts, attn_add=add, mlp_add=after_mlp, final=after_mlp) | kinds
     return {kind: frozenset(text.split()) for kind, text in names.items()}
 
 
@@ -327,7 +329,7 @@ def resolve(engine: str, version: str, device: str, eager: bool, key: str = "rol
     for preset in rows:
         if preset.covers(version):
             return preset
-    ranges = ", ".join(f"{p.versions[0]}-{p.versions[1]}" for p in rows)
+    ranges = ", ".join(f"{p.versions[0]} to {p.versions[1]}" for p in rows)
     raise ValueError(
         f"{key}={engine!r}: no rounding preset for {engine} {version} ({mode}, {device}); releases covered: {ranges}"
     )

@@ -10,12 +10,15 @@ rounding_align: llama, 1 layers, rope 1 sites, hf_eager -> vllm_compiled; rotary
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import transformers
 from torch import nn
 
 from .. import backend as backends
 from .. import families, formats, releases
+from ..engines.presets import PRESETS
 from ..plan import Plan, parse_plan
 from . import checks, sites
 from .alignment import Alignment, Site
@@ -50,7 +53,7 @@ def find_base_models(model: nn.Module) -> list[tuple[str, nn.Module, families.Fa
 def align(
     model: nn.Module,
     plan: Plan | str | list | dict | None,
-    engine: str = "vllm_compiled",
+    engine: str | None = None,
     backend: str | None = None,
     key: str = "rounding_align",
     format: str | formats.Format | None = None,
@@ -61,7 +64,8 @@ def align(
         model: a Transformers 5 model of a supported family, bare or inside PEFT; before FSDP wrapping (parameters may
             still be fp32 or on meta: the model dtype is read when it runs).
         plan: a Plan, or a value for :func:`verl_rounding_align.parse_plan`.
-        engine: preset of the inference engine, where ``plan`` is a value.
+        engine: preset of the inference engine, where ``plan`` is a value. None takes ``vllm_compiled``, vLLM on a CPU, and is
+            an error where torch sees a GPU: the engine has to be named there.
         backend: ``auto`` (compile where there is a compiler), ``compile`` or ``eager``; None takes the plan's.
         key: the config key, for messages.
         format: where ``plan`` is a value: an emulated format (``formats.CHOICES``) that an fp32 model stores everything
@@ -74,6 +78,13 @@ def align(
         ValueError: unknown value, unsupported family or structure, or somebody else's patch on a module concerned.
     """
     if not isinstance(plan, Plan):
+        named = engine is not None or (isinstance(plan, Mapping) and plan.get("engine"))
+        if not named and torch.cuda.is_available():
+            raise ValueError(
+                f"{key}={plan!r}: engine=None: name the preset of the engine that generates, for example "
+                f"engine='vllm_compiled_split' for compiled vLLM on CUDA; choose from {', '.join(PRESETS)}"
+            )
+        engine = engine or "vllm_compiled"
         plan = parse_plan(plan, engine=engine, key=key, format=format)
     backend = backends.check(backend or plan.backend)
     check_transformers()

@@ -1,4 +1,5 @@
-"""A vLLM rollout, read from its settings before it starts: which engine it will be, and what no preset and no probe covers.
+"""A vLLM rollout, read from its settings before it starts: which engine will run, and which settings neither a preset nor a
+probe covers.
 
 The settings are a mapping or a YAML file as verl has them (`actor_rollout_ref.rollout`). Every refusal names the setting as
 the user wrote it, its value, and what to write instead.
@@ -55,9 +56,7 @@ SETTINGS = {
         "add_rms_norm and carry need pass_config.fuse_allreduce_rms=False",
     ),
     "pipeline_parallel_size": Setting(REFUSED, (None, 1), "the residual stream is stored where one rank hands it on"),
-    "hf_overrides": Setting(
-        REFUSED, (None, {}), "it changes the engine's model only; head_dtype is no matter to any region"
-    ),
+    "hf_overrides": Setting(REFUSED, (None, {}), "it changes the engine's model only; head_dtype touches no region"),
     "rope_scaling": Setting(REFUSED, (None, {}), "the engine would rotate by other angles than the trainer"),
     "rope_theta": Setting(REFUSED, (None,), "the engine would rotate by other angles than the trainer"),
     "quantization": Setting(REFUSED, (None,), "quantized layers round elsewhere"),

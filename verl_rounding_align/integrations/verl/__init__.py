@@ -3,7 +3,7 @@
 plugin.py    verl's entry point; every process of a run loads it
 hooks.py     which of verl's modules is followed by which hook, and how a method of verl is wrapped
 config.py    the package's keys in verl's config
-driver.py    before Ray starts: the key and every setting that is in its way are checked, the plans are written back
+driver.py    before Ray starts: the key and every setting that conflicts with it are checked, the plans are written back
 workers.py   the model is aligned where verl builds it, and the worker reports what it has patched
 trainer.py   the reports are read and logged; a step's log-probs are handed to the monitor; columns join the rollout dump
 running.py   the running engines are asked what they are, and compared with the plans

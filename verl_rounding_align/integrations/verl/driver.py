@@ -1,4 +1,4 @@
-"""The driver, before Ray starts anything: the key and every setting that is in its way are checked, plans are written back."""
+"""The driver, before Ray starts anything: the key and every setting that conflicts with it are checked, plans are written back."""
 
 import functools
 import inspect
