@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -81,8 +82,7 @@ class Engine:
             os.environ.setdefault(name, value)
         layers = self.layers
         if isinstance(layers, str):
-            module, _, name = layers.partition(":")
-            layers = getattr(importlib.import_module(module), name)
+            layers = pkgutil.resolve_name(layers)
         return layers(spec, mode, compilation)
 
 

@@ -11,7 +11,7 @@ Standard library only: every process of a training run imports this file.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -58,8 +58,7 @@ class Framework:
                 f"framework={self.name!r}: its config files cannot be read; describe the engine by options"
             )
         if isinstance(read, str):
-            module, _, name = read.partition(":")
-            read = getattr(importlib.import_module(module), name)
+            read = pkgutil.resolve_name(read)
         return read(file, device, probed)
 
 
