@@ -692,7 +692,7 @@ def test_the_entry_point_imports_the_standard_library_only():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name for name in run.stdout.split() if name.startswith("verl_rounding_align")}
     assert loaded == {"verl_rounding_align", "verl_rounding_align.postimport", "verl_rounding_align.integrations"} | {
-        f"verl_rounding_align.integrations.{name}" for name in ("verl", "verl.hooks", "verl.plugin")
+        f"verl_rounding_align.integrations.{name}" for name in ("verl", "verl.hooks", "verl.methods", "verl.plugin")
     }
     assert not {"torch", "omegaconf", "packaging", "verl"} & set(run.stdout.split())
 

@@ -230,7 +230,7 @@ def test_the_hooks_reach_the_installed_verl():
 
 
 def test_a_worker_without_what_is_hooked_is_remembered():
-    """`hooks.check` then stops a run that asked; here it is the module that is another than verl 0.9's."""
+    """`methods.check` then stops a run that asked; here it is the module that is another than verl 0.9's."""
     assert workers.on_workers(SimpleNamespace()) == ["ActorRolloutRefWorker"]
     renamed = type("ActorRolloutRefWorker", (), {})
     module = SimpleNamespace(ActorRolloutRefWorker=renamed)

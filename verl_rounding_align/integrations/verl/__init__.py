@@ -1,7 +1,8 @@
 """The key in verl: read in the driver, applied in the workers, proved and measured in the trainer. verl is not changed.
 
 plugin.py    verl's entry point; every process of a run loads it
-hooks.py     which of verl's modules is followed by which hook, and how a method of verl is wrapped
+hooks.py     which of verl's modules is followed by which hook
+methods.py   how a method of verl is wrapped, and what was not there to wrap
 config.py    the package's keys in verl's config
 driver.py    before Ray starts: the key and every setting that conflicts with it are checked, the plans are written back
 workers.py   the model is aligned where verl builds it, and the worker reports what it has patched

@@ -8,7 +8,7 @@ import os
 from . import KEY, METRICS, METRICS_KEY, ROLES, STRATEGIES, TESTED, VERL
 from . import config as keys
 from .config import compute_dtype, metrics_obstacle, origin, plain, take
-from .hooks import check, wrap
+from .methods import check, wrap
 
 _TRAINER = ("verl.trainer.ppo.v1.trainer_base",)
 _ALIGNED = ("verl.workers.engine_workers", *_TRAINER)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from . import KEY, METRICS_KEY, ROLES, NotApplied
 from . import config as keys
-from .hooks import check, wrap
+from .methods import check, wrap
 from .running import Engines
 
 CLIPPED = ("vanilla", "clip_cov")  # policy losses that clip a token's ratio to a range: the others have no such range

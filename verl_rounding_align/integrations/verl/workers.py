@@ -6,7 +6,7 @@ import os
 
 from . import KEY, ROLES, TESTED, VERL
 from .config import plans, take
-from .hooks import wrap
+from .methods import wrap
 
 
 class AlignedEngine:
