@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 ARMS = ("none", "rope", "all")
 STEPS = 12
 CLIP = 0.2
-STALL = 600  # seconds without a finished step, start included, after which a run counts as hanging
+STALL = 1800  # seconds without a finished step, start included, after which a run counts as hanging
 NOTE = (
     "A random model this small shows little of the effect of alignment: its mismatch is tiny in every arm, and one short "
     "run per arm says nothing about rewards. What this shows is that alignment, weight synchronisation and metrics work; "
