@@ -156,14 +156,15 @@ def keys() -> str:
 
 
 def settings() -> str:
-    """Every argument of vLLM that is read before a run, and what is done about it."""
-    from verl_rounding_align.engines.vllm.settings import SETTINGS
+    """Everything of a vLLM rollout that is read before a run, and what is done about it."""
+    from verl_rounding_align.engines.vllm.settings import BESIDE, SETTINGS
 
     def value(x) -> str:
         return "not set" if x is None else "empty" if x == {} else code(str(x))
 
     rows = [[code(n), s.done, ", ".join(map(value, s.safe)), text(s.meaning)] for n, s in SETTINGS.items()]
-    return markdown(["argument of vLLM", "what is done", "leaves rounding as it is", "why"], rows)
+    rows += [[code(name), done, "", text(meaning)] for name, (done, meaning) in BESIDE.items()]
+    return markdown(["setting", "what is done", "leaves rounding as it is", "why"], rows)
 
 
 def metrics() -> str:

@@ -103,21 +103,6 @@ _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "f
 _NOOPS = ("eliminate_noops", "enable_noop")  # passes that move no value
 
 
-def table() -> list[tuple[str, str, str]]:
-    """Return (setting, what is done, meaning) of everything that is read, for the documentation.
-
-    >>> table()[0]
-    ('engine_kwargs.vllm.dtype', 'followed', 'the model dtype; it must be the one that the trainer computes in')
-    """
-
-    def done(row: Setting) -> str:
-        harmless = " or ".join(str(x) for x in row.safe if x not in (None, {}))
-        return f"{REFUSED} unless {harmless}" if row.done == REFUSED and harmless else row.done
-
-    own = [(f"engine_kwargs.vllm.{name}", done(row), row.meaning) for name, row in SETTINGS.items()]
-    return own + [(name, *row) for name, row in BESIDE.items()]
-
-
 @dataclass(frozen=True)
 class Given:
     """A setting's value, and the full config key under which it was given."""
