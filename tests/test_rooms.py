@@ -268,6 +268,16 @@ def test_an_engine_is_named_and_resolved(toy):
     assert "toy_eager" in run("presets")
 
 
+def test_an_engine_is_what_gap_and_overhead_align_to(toy):
+    from verl_rounding_align.overhead.arms import aligned
+
+    live = arms.live(presets.get("toy_eager"))
+    assert "product" in live and "cos_sin" not in live  # what its row moves, and what it stores as the trainer does
+    assert arms.plan("rope+gain", presets.get("toy_eager")).engine == "toy_eager"
+    assert aligned("rope", "toy_eager", "eager").plan == "rope: hf_eager -> toy_eager"
+    assert "choose from" in said(aligned, "rope", "toy_eagre", "eager"), "negative control"
+
+
 # ---- a family
 
 

@@ -96,10 +96,8 @@ class Run:
         """Start the trend, with the history of the run that this one resumes where there is one."""
         from ...monitor import HISTORY, Monitor, Resume
 
-        config, step = (
-            self.config.trainer,
-            getattr(self.trainer, "global_steps", 0),
-        )  # of the checkpoint that was loaded
+        config = self.config.trainer
+        step = getattr(self.trainer, "global_steps", 0)  # of the checkpoint that was loaded
         folder = source = config.get("default_local_dir") or "."
         if config.get("resume_mode") == "resume_path" and config.get("resume_from_path"):
             source = os.path.dirname(config.resume_from_path.rstrip("/"))
